@@ -1,6 +1,6 @@
 """Run a folded Vision Transformer in OpenVINO: `pip install openvino timm`.
 
-OpenVINO computes in bfloat16 on some CPUs unless it is told otherwise.
+OpenVINO computes in bfloat16 on some CPUs by default; the hint below selects float32.
 """
 
 import sys

@@ -76,7 +76,7 @@ class Stored:
         if numbers.numel():
             with self.file.open("rb") as file:
                 file.seek(self.start + first * row)
-                file.readinto(numbers.view(-1).view(torch.uint8).numpy())
+                file.readinto(numbers.view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
         return numbers
 
     def lazy(self) -> Lazy:

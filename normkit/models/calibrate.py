@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normkit._util import is_int, is_number, require, require_functions
+from normkit._util import is_int, require, require_functions
 from normkit.kernels import ops, sync
 from normkit.models.checks import check_not_meta, check_not_wrapped, copy_unless, norms_with_statistics
 from normkit.models.fit import fit_like, set_statistics
@@ -21,7 +21,6 @@ def calibrate(
     batches: Iterable[Any],
     *,
     like: nn.Module | None = None,
-    outliers: float | None = None,
     forward: Forward | None = None,
     passes: int = 1,
     on_progress: Callable[[int, int], object] | None = None,
@@ -46,9 +45,6 @@ def calibrate(
         batches: Inputs of the model: mappings of keywords, tuples or lists of arguments, or single arguments. Not a
             generator if `passes` is above 1. With `like` a few thousand tokens suffice.
         like: The original model, to which the norms are fitted. None keeps gains and biases.
-        outliers: With `like`, leave out tokens whose root mean square is more than this many times the median token's
-            in the batch, such as the first token in many language models; None leaves out none. The norm's output for
-            these tokens is then far too large, which can do more harm than the fit without them does good.
         forward: Called as `forward(model, batch)` in place of the model. With `like` it gets copies of both models,
             which share their tensors, and the batches must not depend on each other.
         passes: Each pass after the first repeats the measurement while norms divide by the statistics of the pass
@@ -85,9 +81,6 @@ def calibrate(
         raise ValueError(f"passes={passes} reads the batches {passes} times; give a list or a loader, not a generator")
     if like is not None and passes > 1:
         raise ValueError(f"calibrate(like=) fits in one pass; got passes={passes}, which you can leave out")
-    require(outliers is None or (is_number(outliers) and outliers >= 1), "outliers", outliers, "None or at least 1")
-    if outliers is not None and like is None:
-        raise ValueError("calibrate() leaves out outliers where it fits norms; pass the original model as `like` too")
     if model is like:
         raise ValueError("calibrate() got one model twice; pass the original as `like`, and convert a copy of it")
     model = copy_unless(inplace, model)
@@ -95,7 +88,7 @@ def calibrate(
     with torch.no_grad(), evaluating(model), restored_on_error(norms):
         if like is not None:
             with evaluating(like):
-                fit_like(model, norms, like, list(batches), forward, outliers, on_progress)
+                fit_like(model, norms, like, list(batches), forward, on_progress)
             return model
         for index in range(passes):
             for norm, stat in _measure(model, norms, batches, forward, index, on_progress).items():

@@ -22,7 +22,7 @@ Pause = Callable[[Any], None]
 
 def fit_like(
     model: nn.Module, norms: Mapping[str, StatNorm], like: nn.Module, batches: Sequence[Any], forward: Forward | None,
-    outliers: float | None, on_progress: Callable[[int, int], object] | None,
+    on_progress: Callable[[int, int], object] | None,
 ) -> None:  # fmt: skip
     """Fit statistics, gain and bias of norms to the outputs of the original, by least squares.
 
@@ -41,7 +41,7 @@ def fit_like(
         take_norms_apart(like := copy_model(like), norms)  # modules of norm and activation
     if absent := sorted(set(norms) - _names(like)):
         raise ValueError(f"calibrate() takes the model that was converted as `like`; it has no {', '.join(absent)}")
-    both = _Models(model, like, forward, outliers)
+    both = _Models(model, like, forward)
     found: dict[str, Moments] = {}
     done: set[str] = set()  # norms that ran several times, at which forwards wait no more
     with contextlib.ExitStack() as stack:
@@ -149,7 +149,6 @@ class _Models(NamedTuple):
     model: nn.Module
     like: nn.Module
     forward: Forward | None
-    outliers: float | None
 
     def calls(
         self, norms: Mapping[str, StatNorm], batch: Any, done: Collection[str] = ()
@@ -164,9 +163,6 @@ class _Models(NamedTuple):
                 if name != same or y.shape != x.shape:
                     raise ValueError(f"calibrate() takes the model that was converted as `like`; {name} differs in it")
                 rows = [each.flatten(0, -2) if mask is None else each[mask] for each in (x, y)]
-                if self.outliers is not None and len(rows[0]):
-                    size = torch.linalg.vector_norm(rows[0], dim=-1, dtype=torch.double)
-                    rows = [each[size <= self.outliers * size.median()] for each in rows]
                 yield name, Moments.of(*rows)
             if extra := next(outputs, None):
                 raise ValueError(f"calibrate() takes the model that was converted as `like`; only it calls {extra[0]}")

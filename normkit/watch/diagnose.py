@@ -22,7 +22,7 @@ MASK = (
     " attention_mask or ..._padding_mask; a model without padding does not need this check"
 )
 TWO_LOSSES = (
-    "normkit train measures it where its task scores both ways; after a loop of your own add rows of"
+    "papers train measures it where its task scores both ways; after a loop of your own add rows of"
     " normkit.watch.train_eval_gap(model, loss), quantities loss_train_mode and loss_eval_mode"
 )
 
@@ -45,7 +45,7 @@ CHECKS = (
     Check("large tokens", by_site(
         LIMITS["token_share"], "a few tokens are far larger than the others: statistics are those of {percent:.0f} %"
         " of the tokens, and the norm makes the others small",
-        "add nk.scale_loss to the loss (normkit train --scale-loss 0.1), or use a per-token norm there", below=True),
+        "add nk.scale_loss to the loss (papers train --scale-loss 0.1), or use a per-token norm there", below=True),
         "token_share", keeps_batch_statistics),
     Check("outlier tokens", by_site(
         LIMITS["outlier_share"], "a few tokens are far larger than the others, often the first of each sequence:"
