@@ -68,7 +68,7 @@ def folded(case: Case, spec: str, untie: bool = False) -> dict[str, object]:
     if spec != ONLINE[0]:
         model = randomize(convert(model, spec, mask_from=case.mask_from)).eval()
     start = time.process_time()
-    _, report = fold(model, *case.args, outputs=case.outputs, untie=untie, **case.kwargs)
+    _, report = fold(model, *case.args, outputs=case.outputs, untie=untie, keep_architecture=False, **case.kwargs)
     counted = Counter(row.action for row in report)
     left = Counter(reason(row.why) for row in report if row.action in ("multiply-add", "add", "kept"))
     return {

@@ -46,7 +46,7 @@ def rotated(model, q):
 
 
 q = torch.linalg.qr(torch.randn(32, 32, dtype=torch.double)).Q
-folded, report = nk.fold(model, input_ids=ids, outputs=lambda out: out.logits, keep_architecture=True)
+folded, report = nk.fold(model, input_ids=ids, outputs=lambda out: out.logits)
 print(report.count("gain folded"), "gains folded")
 print("largest difference of a logit, rotated after the fold:", float((rotated(folded, q) - expected).abs().max()))
 print("rotated without it:", float((rotated(model, q) - expected).abs().max()))

@@ -127,7 +127,7 @@ def test_python_folds_in_memory_to_the_same_numbers(tmp_path):
     model = model_of("Llama")
     model.save_pretrained(tmp_path / "model")
     fold_dir(tmp_path / "model", tmp_path / "folded")
-    folded, report = fold(model, input_ids=IDS, outputs=lambda out: out.logits, keep_architecture=True)
+    folded, report = fold(model, input_ids=IDS, outputs=lambda out: out.logits)
     assert report.saved == 0
     files = load_file(tmp_path / "folded" / "model.safetensors")
     assert files.keys() == folded.state_dict().keys()
@@ -137,9 +137,22 @@ def test_python_folds_in_memory_to_the_same_numbers(tmp_path):
     assert tensors_of(tmp_path / "saved") == tensors_of(tmp_path / "model")
 
 
+@pytest.mark.parametrize("name", ["OPT", "Starcoder2", "Bloom", "GptOss"])
+def test_what_python_folds_opens_by_its_own_class_unless_told_otherwise(name, tmp_path):
+    model = model_of(name)
+    folded, report = fold(model, input_ids=IDS, outputs=lambda out: out.logits)
+    assert report.count("gain folded") > 0
+    folded.save_pretrained(tmp_path)
+    again, found = type(model).from_pretrained(tmp_path, output_loading_info=True, dtype="auto")
+    assert not any(found.values()), found
+    assert error(model, again.eval()) < (1e-6 if name in EXPERT_KERNELS else 1e-12)
+    free, _ = fold(model, input_ids=IDS, outputs=lambda out: out.logits, keep_architecture=False)
+    assert free.state_dict().keys() != model.state_dict().keys()
+
+
 def test_a_tied_model_names_the_gain_that_stays_and_its_price():
     model = model_of("Llama", tie_word_embeddings=True)
-    _, report = fold(model, input_ids=IDS, outputs=lambda out: out.logits, keep_architecture=True)
+    _, report = fold(model, input_ids=IDS, outputs=lambda out: out.logits)
     (row,) = [row for row in report if row.action == "kept"]
     assert row.name == "model.norm"
     assert f"{48 * 16} parameters" in row.why

@@ -482,13 +482,40 @@ def test_a_mask_that_the_model_changes_is_followed(how):
 class Pads(nn.Module):
     """A model that pads its input alone, and pools it."""
 
-    def __init__(self):
+    def __init__(self, value=1.0):
         super().__init__()
-        self.norm, self.pooled = nn.LayerNorm(4), nn.LayerNorm(4)
+        self.value, self.norm, self.pooled = value, nn.LayerNorm(4), nn.LayerNorm(4)
 
     def forward(self, x, real=None):
-        h = self.norm(nn.functional.pad(x, (0, 0, 0, 2)))
+        h = self.norm(nn.functional.pad(x, (0, 0, 0, 2), value=self.value))
         return self.pooled(h[:, 0])
+
+
+class PadsTimeFirst(nn.Module):
+    """A model with time first that appends zeros to its input alone, and has norms before and after a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.attend = nn.MultiheadAttention(4, 2)  # its batch_first is off
+        self.norm, self.linear, self.last = nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x, src_key_padding_mask=None):
+        h = self.norm(torch.cat([x, x.new_zeros(3, *x.shape[1:])]))
+        return self.last(self.linear(h))
+
+
+def test_zeros_that_a_model_appends_are_padding():
+    x, mask, _ = batch_with_padding()
+    model = convert(Pads(0.0), "batch(alpha=0.0)", mask_from="real").train()
+    turned = convert(PadsTimeFirst(), "batch(alpha=0.0)", mask_from="src_key_padding_mask").train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x, real=mask)
+        turned(x.transpose(0, 1), src_key_padding_mask=~mask)
+    for norm in (model.norm, turned.norm):
+        torch.testing.assert_close(norm.running[0], x[mask].mean(0))
+    normalized = nn.functional.batch_norm(x[mask], None, None, training=True)
+    torch.testing.assert_close(turned.last.running[0], turned.linear(normalized).mean(0))  # no zeros, yet a known mask
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside torch.compile

@@ -16,7 +16,7 @@ def audit(
     outputs: Pick | None = None,
     untie: bool = False,
     other_shapes: bool = True,
-    keep_architecture: bool = False,
+    keep_architecture: bool | None = None,
     **kwexample: Any,
 ) -> Audit:
     """Report for each norm what `fold` can make of it, without changing anything.

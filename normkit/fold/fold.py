@@ -26,7 +26,7 @@ def fold(
     other_shapes: bool = True,
     spread: float | None = None,
     balance: Iterable[Any] | None = None,
-    keep_architecture: bool = False,
+    keep_architecture: bool | None = None,
     **kwexample: Any,
 ) -> tuple[nn.Module, Report]:
     """Return an equivalent model for inference without its norms, and a report on each.
@@ -66,7 +66,8 @@ def fold(
         keep_architecture: Change numbers alone: no parameter comes or goes. Gains of norms that compute statistics
             become 1 (0 where the class adds 1), and their biases 0 where the layers that read them have a bias. A bias
             without such a place stays in its norm. Norms with frozen statistics stay. The state of the result fits the
-            class of the original model, so its own loaders open it.
+            class of the original model, so its own loaders open it. None means True for a model of Hugging Face all of
+            whose norms compute statistics, and False for others.
         **kwexample: The keyword arguments of the call.
 
     Returns:
@@ -99,7 +100,7 @@ def fold(
         plan, worst = find_plan(survey, spread, balance is not None)
         step("rewrite")
         folded = survey.copy()
-        if keep_architecture:
+        if survey.keep:
             for name, edit in find_edits(survey.model, plan).items():
                 change(folded, survey.names.get(name, name), edit)
         else:

@@ -29,10 +29,11 @@ from normkit.models.convert import find, put_everywhere, unreadable
 from normkit.models.difference import count_infinite, error
 from normkit.models.invoke import Call, Pick, advice, arguments, example_call, tensors
 from normkit.models.lazy import Lazy, memory
-from normkit.models.model_changes import record_changes
+from normkit.models.model_changes import KEY, record_changes
 from normkit.models.parametrized import plain_weights
 from normkit.models.take_apart import take_apart
-from normkit.models.third_party import is_named_norm, read_eps
+from normkit.models.third_party import Found, is_named_norm, read_eps
+from normkit.norms import Norm
 
 Outputs = dict[str, Tensor]  # by path in what the model returns
 EXAMPLE = "the example"
@@ -46,30 +47,33 @@ class Survey:
 
     `outputs` picks what is compared from what the model returns. `untie` gives an output layer that is tied to an
     embedding a copy of its own. With `other` other lengths and sizes are tried, too. Error messages name `verb`, the
-    public function. `step` is called with the name of each step. `keep` keeps the architecture.
+    public function. `step` is called with the name of each step. `keep` keeps the architecture; None decides by the
+    model.
 
     The copy holds no large weight: these are lazy, and read the original where an operation needs them.
     """
 
     def __init__(
         self, model: nn.Module, example: Call, outputs: Pick | None, untie: bool, other: bool, verb: str,
-        step: Callable[[str], None] = lambda label: None, keep: bool = False,
+        step: Callable[[str], None] = lambda label: None, keep: bool | None = None,
     ):  # fmt: skip
         for check in (check_not_wrapped, check_not_quantized, check_not_training, check_not_meta):
             check(model, verb)
         import_compiler()
         require_functions(outputs=outputs)
-        require_flags(untie=untie, other_shapes=other, keep_architecture=keep)
+        require_flags(untie=untie, other_shapes=other, keep_architecture=bool(keep) if keep is None else keep)
         self.given, self.added = without_cache(example.unpacked(model), model)
         if (passed := tensors(self.given)) and not any(t.numel() and not t.is_meta for t in passed.values()):
             raise ValueError(f"{verb}() cannot verify anything on an empty or meta example; pass a batch with rows")
         self.original, self.outputs, self.untie, self.verb, self.step = model, outputs, untie, verb, step
-        self.other, self.keep = other, keep
+        self.other = other
         self.model = self.double()
         before, now = (sum(p.numel() for p in each.parameters()) for each in (model, self.model))
         self.prepared = before + self.untied - now
         own_storage(self.model)
-        self.trace = Trace(self.model, find(self.model), keep)
+        found = find(self.model)
+        self.keep = _has_loader(model, found) if keep is None else keep
+        self.trace = Trace(self.model, found, self.keep)
         self.held = own_tensors(self.model)  # kept alive: the trace goes by their ids
         self.trace.entangled = shared_memory(model)
         self.trace.caches = bool(self.given.kwargs.get("use_cache"))
@@ -316,6 +320,16 @@ def take_all_apart(model: nn.Module) -> nn.Module:
         if (whole := take_apart(module)[1]) is not None:
             model = put_everywhere(model, name, whole)
     return model
+
+
+def _has_loader(model: nn.Module, found: dict[str, Found]) -> bool:
+    """Return True for a model of Hugging Face whose class can open what `keep_architecture` makes of it."""
+    stock = hasattr(model, "save_pretrained") and not hasattr(getattr(model, "config", None), KEY)
+    return (
+        stock
+        and not any(isinstance(m, Norm) for m in model.modules())
+        and all(f.running is None for f in found.values())
+    )
 
 
 def without_cache(given: Call, model: nn.Module) -> tuple[Call, tuple[str, ...]]:

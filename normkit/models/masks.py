@@ -31,9 +31,10 @@ def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
 
     A mask belongs to the forward that runs, so copies of norms and models, and norms that models share, follow their
     own call. Where a mask does not fit a norm's input, the mask that the model itself derives from it is used: padded,
-    subsampled or joined with another one (`derived_mask`; not in compiled code). A norm with batch statistics that
-    trains without any raises a warning with both lengths. A pooled token, `[batch, channels]`, needs none. In a forward
-    that activation checkpointing recomputes, norms with statistics have its own mask, others that of the last forward.
+    subsampled or joined with another one (`derived_mask`; not in compiled code). Zeros that the model appends to the
+    input are padding, too. A norm with batch statistics that trains without any raises a warning with both lengths. A
+    pooled token, `[batch, channels]`, needs none. In a forward that activation checkpointing recomputes, norms with
+    statistics have its own mask, others that of the last forward.
 
     Args:
         model: Model whose norms are normkit's.
@@ -173,10 +174,11 @@ class GiveMask:
         if len(args) > 1 or kwargs.get("mask") is not None or (compiles and not norm.training):
             return None  # a graph for inference needs no masks; to compare their axes would fix its sizes
         x = args[0] if args else kwargs["x"]
-        mask = self._mask(norm, x.shape[:-1], compiles)
+        mask = self._mask(norm, x, compiles)
         return None if mask is None else (args, {**kwargs, "mask": mask})
 
-    def _mask(self, norm: Any, shape: torch.Size, compiles: bool) -> Tensor | None:
+    def _mask(self, norm: Any, x: Tensor, compiles: bool) -> Tensor | None:
+        shape = x.shape[:-1]
         follows = norm.training and not norm.batch_free and not compiles
         if _running.calls:
             self.last = call = _running.calls[-1]
@@ -193,6 +195,8 @@ class GiveMask:
         fitted = fit(mask, shape, self.time_first)
         if fitted is None and follows and not is_recomputed():
             fitted = derived_mask(argument, shape, self.time_first, call.model)
+            if fitted is None:
+                fitted = fit(prolonged(mask, x, self.time_first), shape, self.time_first)
             if fitted is None:
                 fitted = call.derived.get((argument, shape))  # a model may drop it before the last norm
             else:
@@ -235,6 +239,15 @@ def derived_mask(argument: str, shape: torch.Size, time_first: bool, model: obje
                 found = mask if found is None else found  # numbers that are added to scores may hold more than padding
         frame = None if owner is model and code.co_name == "forward" else frame.f_back
     return found
+
+
+def prolonged(mask: Tensor, x: Tensor, time_first: bool) -> Tensor:
+    """Prolong a mask `[batch, tokens]` by padding where all further tokens of `x` are zero, as `F.pad` makes them."""
+    axis, (batch, tokens) = (0 if time_first else 1), mask.shape
+    if x.dim() != 3 or x.shape[1 - axis] != batch or x.shape[axis] <= tokens:
+        return mask
+    rest = x.shape[axis] - tokens
+    return mask if x.narrow(axis, tokens, rest).any() else nn.functional.pad(mask, (0, rest))
 
 
 def _can_derive(name: str, value: Tensor, argument: str) -> bool:
