@@ -1,14 +1,16 @@
 """Inference with LayerNorm, with UN, and with UN folded: float32, and 8-bit integers in three schemes.
 
     python benchmarks/deploy.py --models bert6              one model in onnxruntime, a few minutes on one core
-    python benchmarks/deploy.py --models minilm --weights FOLDER     FOLDER/layer is the original, FOLDER/un has UN
+    python benchmarks/deploy.py --models minilm --weights FOLDER --text FILE
+                                                            FOLDER/layer is the original, FOLDER/un has UN, trained
     python benchmarks/deploy.py --models vit swin --runtimes eager compiled --device cuda
 
 All variants of a model take turns in 60 rounds, and a ratio is taken within a round; its median is reported with the
 20th and 80th percentile. LayerNorm and the others are compared in the same scheme. Schemes: float32; tool, which is
 float32 after `onnxruntime.transformers.optimizer`; dynamic, onnxruntime's dynamic quantization for each channel;
 products and stream, static quantization of products alone and of the residual stream too. `likeness` is the cosine of
-the outputs to the original's, LayerNorm in float32, where weights are trained, else to the same norm in float32.
+the outputs, averaged over tokens, to those of the original, LayerNorm in float32; of random weights, to those of the
+same norm in float32. It is the mean over 64 windows of 64 tokens of the text.
 """
 
 import argparse
@@ -60,7 +62,7 @@ def used(out: Any) -> Any:
     return out if hasattr(out, "shape") else out.logits if hasattr(out, "logits") else out.last_hidden_state
 
 
-def make(name: str, weights: Path | None) -> Subject:
+def make(name: str, weights: Path | None, text: Path | None) -> Subject:
     """A model of MODELS, the same each time; with random statistics, gains and biases unless weights are given."""
     import torch
 
@@ -72,6 +74,8 @@ def make(name: str, weights: Path | None) -> Subject:
     load_torchvision()  # timm and transformers import it
     torch.manual_seed(0)
     model, inputs, kind = MODELS[name](weights)
+    if weights is not None:
+        inputs = windows(weights / "layer", text)
     trained = weights is not None and (weights / "un").is_dir()
     un = nk.load_pretrained(weights / "un") if trained else nk.convert(model, "un").eval()
     for module in [] if trained else un.modules():
@@ -99,6 +103,21 @@ def bert(weights: Path | None, tokens: int, **sizes: int) -> Any:
         return {"input_ids": torch.randint(1000, config.vocab_size, (batch, tokens))}
 
     return model.eval(), inputs, ("bert", config.num_attention_heads, config.hidden_size)
+
+
+def windows(folder: Path, text: Path | None, tokens: int = 64) -> Callable[[int], dict[str, Any]]:
+    """Return a function that draws windows of a text, as arguments of a model."""
+    import torch
+    import transformers
+
+    if text is None:
+        raise SystemExit("--weights needs --text FILE: the outputs of trained weights are compared on real text")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    words = tokenizer(text.read_text(encoding="utf8"), add_special_tokens=False, verbose=False)["input_ids"]
+    rows = torch.tensor(words[: len(words) // (tokens - 2) * (tokens - 2)]).view(-1, tokens - 2)
+    ends = [torch.full((len(rows), 1), token) for token in (tokenizer.cls_token_id, tokenizer.sep_token_id)]
+    rows = torch.cat([ends[0], rows, ends[1]], 1)
+    return lambda batch: {"input_ids": rows[torch.randint(len(rows), (batch,))]}
 
 
 def picture(name: str, heads: int, width: int) -> Any:
@@ -177,8 +196,9 @@ def compare(name: str, runtime: str, batch: int, given: argparse.Namespace) -> l
 
     from normkit.bench import measure
 
-    subject = make(name, given.weights)
+    subject = make(name, given.weights, given.text)
     inputs, rows, calls = subject.inputs(batch), [], {}
+    tried = [subject.inputs(batch) for _ in range(64)] if subject.trained else [inputs]
     outputs: dict[tuple[str, str], torch.Tensor] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for norm in given.norms:
@@ -193,10 +213,12 @@ def compare(name: str, runtime: str, batch: int, given: argparse.Namespace) -> l
                     row["fused"] = "; ".join(f"{graph[kind]} {kind}" for kind in FUSED if graph[kind])
                     feed = {slot.name: inputs[slot.name].numpy() for slot in run.get_inputs()}
                     call = _caller(run, feed)
-                    outputs[norm, scheme] = torch.from_numpy(call()[0]).flatten().double()
+                    feeds = [{slot.name: each[slot.name].numpy() for slot in run.get_inputs()} for each in tried]
+                    outputs[norm, scheme] = torch.stack([pooled(run.run(None, each)[0]) for each in feeds])
                     like = outputs.get(("layer" if subject.trained else norm, "float32"))
                     if like is not None:
-                        row["likeness"] = round(float(torch.cosine_similarity(outputs[norm, scheme], like, dim=0)), 4)
+                        cosines = torch.cosine_similarity(outputs[norm, scheme], like, dim=1)
+                        row["likeness"] = round(float(cosines.mean()), 4)
                 else:
                     call = _in_torch(subject.norms[norm], inputs, runtime, given.device)
                     call()
@@ -210,6 +232,14 @@ def compare(name: str, runtime: str, batch: int, given: argparse.Namespace) -> l
         row |= {"high": round(found.high, 3), "noise": round(timings.noise, 3), "verdict": timings.obstacle or "ok"}
         row |= {"device": _device(given.device), "torch": torch.__version__, "commit": _commit()}
     return rows
+
+
+def pooled(output: Any) -> Any:
+    """The mean over the tokens of `[batch, tokens, channels]`, or the whole output, as one vector in float64."""
+    import torch
+
+    out = torch.from_numpy(output).double()
+    return (out.mean(1) if out.dim() == 3 else out).flatten()
 
 
 def _caller(run: Any, feed: dict[str, Any]) -> Callable[[], Any]:
@@ -269,6 +299,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=60, help="fewer allow no verdict")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--weights", type=Path, help="folder with layer/ and un/")
+    parser.add_argument("--text", type=Path, help="text on which trained weights are compared")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "deploy.csv")
     given = parser.parse_args(arguments)
     for name in given.models:
