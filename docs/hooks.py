@@ -10,10 +10,15 @@ from typing import Any
 
 from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
+from normkit_papers.report.verdicts import judge, ran
+from normkit_papers.studies.catalogue import OF_PAPERS, STUDIES
+from normkit_papers.studies.rows import known
+from normkit_papers.studies.table import build, grid, remarks
 
 import normkit
 from normkit.watch import QUANTITIES, THRESHOLDS
 
+LONG, WIDE = 40, 60  # rows of a table that is shown open, characters of a cell
 ROOT = Path(__file__).parents[1]
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 GROUPS = {  # heading of the reference: package of the names below it
@@ -35,7 +40,8 @@ def on_config(config: Any) -> None:
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made of docstrings and tables."""
-    for name, text in (("reference.md", reference()), ("quantities.md", quantities()), ("measurements.md", measured())):
+    made = {"reference": reference, "quantities": quantities, "results": results, "measurements": measured}
+    for name, text in ((f"{name}.md", make()) for name, make in made.items()):
         files.append(File.generated(config, name, content=text))
     return files
 
@@ -65,13 +71,65 @@ def quantities() -> str:
 
 
 def measured() -> str:
-    """The files of benchmarks/results as tables."""
-    lines = ["# Measurements", "", "Each table is a file of `benchmarks/results`, as its script writes it."]
+    """The files of benchmarks/results as tables; long ones closed, the one on compatibility summed up by norm."""
+    lines = ["# Measurements", "", "Each table is a file of `benchmarks/results`, as its script writes it.", ""]
+    lines += ["Ratios are medians of paired rounds on the device that the row names, relative to LayerNorm."]
     for path in sorted((ROOT / "benchmarks" / "results").rglob("*.csv")):
         with path.open(encoding="utf8", newline="") as file:
             head, *rows = csv.reader(file)
-        lines += ["", f"## {path.relative_to(ROOT / 'benchmarks' / 'results').with_suffix('')}", "", *table(head, rows)]
+        name = path.relative_to(ROOT / "benchmarks" / "results").with_suffix("").as_posix()
+        lines += ["", f"## {name}", ""]
+        if name == "compatibility":
+            lines += [*_by_norm([dict(zip(head, row, strict=True)) for row in rows]), ""]
+        closed = len(rows) > LONG
+        cells = table(head, [[cell if len(cell) < WIDE else cell[:WIDE] + " ..." for cell in row] for row in rows])
+        lines += [f'??? note "all {len(rows)} rows"', "", *(f"    {line}" for line in cells)] if closed else cells
     return "\n".join(lines)
+
+
+def _by_norm(rows: list[dict[str, str]]) -> list[str]:
+    """Sum up what folding makes of all architectures, by norm."""
+    counted = ("norms", "gone", "gain", "affine", "kept")
+    sums = []
+    for spec in dict.fromkeys(row["spec"] for row in rows):
+        of = [row for row in rows if row["spec"] == spec and not row["failed"]]
+        worst = max((float(row["error"]) for row in of if row["error"]), default=0.0)
+        sums.append([spec, len(of), *(sum(int(row[key] or 0) for row in of) for key in counted), f"{worst:.0e}"])
+    head = ("norm", "models", "norms", "gone", "gains folded", "multiply-adds left", "kept", "largest error")
+    return table(head, sums)
+
+
+def results() -> str:
+    """The papers' claims with our verdicts, and the table of each study that has run, from papers/results."""
+    lines = [
+        "# Results",
+        "",
+        "Each table and figure of the three papers: its claim, what was run here, and a verdict.",
+        "",
+    ]
+    lines += [
+        "The verdict follows by a rule that was written before the runs, from 95 % intervals. `papers study NAME`"
+    ]
+    lines += ["runs or continues a table; [Reproduce the papers](guides/papers.md) explains the scales.", ""]
+    verdicts, tables = [], []
+    for name in OF_PAPERS:
+        for scale in ("gpu", "pocket"):
+            rows, path = known(STUDIES[name], scale, ROOT / "runs" / "none")
+            made = build(STUDIES[name], scale, rows)
+            if path is None or not made.runs:
+                continue
+            tables += ["", f"## {name}, {scale}", "", STUDIES[name].title, "", *table(*_split(grid(made)))]
+            tables += ["", *(f"- {line}" for line in remarks(made))]
+            verdicts.append([f"{name}, {scale}", STUDIES[name].claim, ran(made), judge(made)[0]])
+    missing = [name for name in OF_PAPERS if not any(row[0].startswith(f"{name},") for row in verdicts)]
+    lines += table(("study", "claim of the paper", "what ran", "verdict"), verdicts)
+    return "\n".join([*lines, "", f"Not run: {', '.join(missing)}.", *tables])
+
+
+def _split(lines: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """Join the two lines above a grid into one heading."""
+    first, second, *rest = lines
+    return [f"{a} {b}".strip() for a, b in zip(first, second, strict=True)], rest
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:

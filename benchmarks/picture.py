@@ -1,0 +1,63 @@
+"""Draw the README's picture, time and likeness of a model with LayerNorm and without norms, from results/deploy.csv.
+
+python benchmarks/picture.py [--model minilm] [--out docs/pictures/deploy.svg]
+"""
+
+import argparse
+import csv
+from pathlib import Path
+
+import matplotlib as mpl
+
+ROOT = Path(__file__).parents[1]
+SCHEMES = {"float32": "float32", "tool": "float32, transformers optimizer", "dynamic": "8-bit integers, dynamic"}
+NORMS = {"layer": ("LayerNorm", "#9aa4b2"), "folded": ("norms folded away", "#3f51b5")}
+mpl.use("svg")
+mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "normkit", "font.family": "sans-serif", "font.size": 10}
+
+
+def rows_of(model: str) -> dict[tuple[str, str], dict[str, str]]:
+    """Rows of one thread and one sequence in onnxruntime, by scheme and norm."""
+    with (ROOT / "benchmarks" / "results" / "deploy.csv").open(encoding="utf8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["model"] == model and row["runtime"] == "onnxruntime"]
+    return {(row["scheme"], row["norm"]): row for row in rows if (row["batch"], row["threads"]) == ("1", "1")}
+
+
+def draw(model: str, out: Path) -> None:
+    """Write the picture as SVG, readable on light and dark pages."""
+    from matplotlib import pyplot as plt
+
+    rows = rows_of(model)
+    figure, axes = plt.subplots(figsize=(7, 2.6))
+    labels, y = [], 0.0
+    for scheme, label in SCHEMES.items():
+        labels.append((y + 0.5, label))
+        for norm, (_, color) in NORMS.items():
+            row = rows[scheme, norm]
+            ms = float(row["ms"])
+            axes.barh(y, ms, color=color, height=0.9)
+            axes.text(ms, y, f"  {ms:.1f} ms, cosine {float(row['likeness']):.3f}", va="center", color="#777777")
+            y += 1
+        y += 0.6
+    axes.set_yticks([place for place, _ in labels], [label for _, label in labels])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.4 * max(float(rows[scheme, "layer"]["ms"]) for scheme in SCHEMES))
+    axes.set_xticks([])
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color, label=label) for label, color in NORMS.values()]
+    axes.legend(handles=handles, loc="lower right", frameon=False, labelcolor="#777777")
+    axes.tick_params(colors="#777777", length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    figure.savefig(out, transparent=True, bbox_inches="tight", metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="minilm")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures" / "deploy.svg")
+    given = parser.parse_args()
+    draw(given.model, given.out)
+
+
+if __name__ == "__main__":
+    main()
