@@ -43,7 +43,7 @@ def demo(
         out: Folder for models and report.html. Finished runs in it are kept.
         processes: Norms trained at the same time, one thread each.
     """
-    from normkit_papers.report import results
+    from normkit_papers import results
     from normkit_papers.studies import demo as made
     from normkit_papers.studies.runner import train_all
 
@@ -103,7 +103,6 @@ def _train(runs: Mapping[Path, Any], out: Path, resume: bool) -> int:
     """Train runs one after the other, in this process; an interrupt ends them."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from normkit_papers.report import results
     from normkit_papers.studies.runner import describe
     from normkit_papers.train.run import train as train_run
 
@@ -125,8 +124,7 @@ def _train(runs: Mapping[Path, Any], out: Path, resume: bool) -> int:
             if signals:
                 break
             try:
-                kept = results.ended(folder) if resume else None
-                found[folder] = kept or train_run(run, folder, resume, on_progress, _typed("train"))
+                found[folder] = train_run(run, folder, resume, on_progress, _typed("train"))
             except KeyboardInterrupt:
                 if len(signals) != 1:  # the second Ctrl-C
                     raise
@@ -253,8 +251,8 @@ def report(
         compare: Compare the first run, or the seeds in a folder, with the others, and make no page.
         out: File of the page; report.html beside the first path, or NAME.html of a figure, by default.
     """
-    from normkit_papers import figures
-    from normkit_papers.report import page, results
+    from normkit_papers import figures, results
+    from normkit_papers.report import page
 
     if figure == "list":
         _write(align([[name, each.about, f"needs {each.needs}"] for name, each in figures.FIGURES.items()]))

@@ -9,6 +9,7 @@ from normkit_papers.data.batches import pad
 from normkit_papers.data.subwords import Subwords, spell
 from normkit_papers.data.vocab import EOS, UNK, Vocab
 from normkit_papers.models.mt import Seq2Seq
+from normkit_papers.train.config import PairRun
 from normkit_papers.train.decode import beam_search
 from normkit_papers.train.folder import load
 from normkit_papers.train.translation import transcribe
@@ -30,7 +31,7 @@ def translate_lines(
         ValueError: If the model cannot take a line; the message has the line's number.
     """
     run, model, vocabularies = load(folder)
-    if not isinstance(model, Seq2Seq):
+    if not (isinstance(run, PairRun) and isinstance(model, Seq2Seq)):
         raise ValueError(f"{folder} is a run of task {run.task}, which rewrites nothing; name a run of task g2p or mt")
     _check_finite(model, folder)
     source, target, search = vocabularies["source"], vocabularies["target"], beam_search(run)

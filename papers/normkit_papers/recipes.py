@@ -7,7 +7,7 @@ import dataclasses
 
 from normkit_papers.models.config import Model
 from normkit_papers.study import Base, Bases
-from normkit_papers.train.config import Images, Run
+from normkit_papers.train.config import DigitsRun, G2PRun, ImageRun, Images, LanguageRun, Run, TranslationRun
 
 
 def g2p_cmudict() -> Run:
@@ -17,8 +17,8 @@ def g2p_cmudict() -> Run:
 
     Cost: 2 minutes on one CPU core.
     """
-    return Run(
-        name="g2p_cmudict", task="g2p", data="cmudict",
+    return G2PRun(
+        name="g2p_cmudict", data="cmudict",
         model=Model(width=96, hidden=192, depth=2, heads=4, tie=False),
         steps=5000, batch_tokens=500, threads=1,
         lr=3e-3, weight_decay=0.1, label_smoothing=0.1,
@@ -33,10 +33,10 @@ def lm_pydoc() -> Run:
 
     Cost: 2 min 30 s on one CPU core. Expected perplexity: 12.9 (12,931 test words, CPython 3.11, one seed).
     """
-    return Run(
-        name="lm_pydoc", task="lm", data="pydoc",
+    return LanguageRun(
+        name="lm_pydoc", data="pydoc",
         model=Model(width=128, hidden=512, depth=3, heads=4, dropout=0.2),
-        steps=1500, batch_tokens=1024, bucketing=False,
+        steps=1500, batch_tokens=1024,
         lr=2e-3, label_smoothing=0.0, weight_decay=0.05,
         warmup=150, valid_every=150, checkpoint_every=500,
     )  # fmt: skip
@@ -49,10 +49,10 @@ def lm_wikitext2() -> Run:
 
     Cost: an hour on one CPU core.
     """
-    return Run(
-        name="lm_wikitext2", task="lm", data="wikitext-2",
+    return LanguageRun(
+        name="lm_wikitext2", data="wikitext-2",
         model=Model(width=256, hidden=1024, depth=3, heads=4, dropout=0.3, hidden_dropout=0.1, max_length=64),
-        steps=6000, batch_tokens=1024, bucketing=False, threads=1,
+        steps=6000, batch_tokens=1024, threads=1,
         lr=1e-3, label_smoothing=0.0, weight_decay=0.05,
         warmup=600, valid_every=500, checkpoint_every=500,
     )  # fmt: skip
@@ -65,10 +65,10 @@ def vit_digits() -> Run:
 
     Cost: half a minute on one CPU core. Expected accuracy: 97.9 % (96 test images, sampling error 1.5, one seed).
     """
-    return Run(
-        name="vit_digits", task="digits", data="digits",
+    return DigitsRun(
+        name="vit_digits", data="digits",
         model=Model(width=64, hidden=128, depth=3, heads=4, dropout=0.1),
-        steps=1500, batch_tokens=64, bucketing=False,
+        steps=1500, batch_tokens=64,
         lr=2e-3, label_smoothing=0.1, weight_decay=0.05,
         warmup=150, valid_every=150, checkpoint_every=500,
     )  # fmt: skip
@@ -81,11 +81,11 @@ def cifar10_tiny_vit() -> Run:
 
     Cost: minutes on one CPU core.
     """
-    return Run(
-        name="cifar10_tiny_vit", task="images", data="cifar10",
+    return ImageRun(
+        name="cifar10_tiny_vit", data="cifar10",
         model=Model(arch="tiny_vit", image_size=32, patch=8, width=96, hidden=192, depth=4, heads=4),
         images=Images(held_out=2000),
-        steps=500, batch_tokens=64, bucketing=False, threads=1,
+        steps=500, batch_tokens=64, threads=1,
         lr=2e-3, weight_decay=0.05, label_smoothing=0.1,
         warmup=50, valid_every=250, checkpoint_every=250,
     )  # fmt: skip
@@ -98,8 +98,8 @@ def mt_multi30k() -> Run:
 
     Cost: minutes on one CPU core.
     """
-    return Run(
-        name="mt_multi30k", task="mt", data="multi30k.de-en",
+    return TranslationRun(
+        name="mt_multi30k", data="multi30k.de-en",
         model=Model(
             width=192, hidden=768, depth=3, heads=4, share=True,
             dropout=0.1, attention_dropout=0.1, hidden_dropout=0.1,

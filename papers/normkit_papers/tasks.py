@@ -5,7 +5,6 @@ packages below `train` can read this table too.
 """
 
 import dataclasses
-import functools
 import math
 import pkgutil
 from typing import Any, Literal
@@ -54,14 +53,6 @@ class TaskSpec:
     """Unit of `batch_tokens` and of speed."""
     part: str = ""
     """Submodule that contains the norms; empty for the whole model."""
-    settings: tuple[str, ...] = ()
-    """Settings of a run that only some tasks accept: those that this one does."""
-    bucketed: bool = False
-    """`bucketing` chooses between batches of similar lengths and of any lengths."""
-    fixed_length: bool = False
-    """All training sequences have `context` tokens."""
-    drops_samples: bool = False
-    """`layer_drop` drops a layer for single samples (stochastic depth), not for the batch."""
 
     def load(self, part: Literal["module", "model", "example", "data"]) -> Any:
         """Import and return the code of a part.
@@ -73,15 +64,6 @@ class TaskSpec:
 
 
 _TRAIN = "normkit_papers.train"
-_LANGUAGE = ("memory", "test_memory", "experts", "last_hidden", "weight_drop", "adaptive")
-_IMAGES = (
-    "crop", "padding", "flip", "rand_augment", "erase", "mixup", "cutmix", "mix_prob", "mix_switch", "test_crop",
-    "held_out", "channels_last",
-)  # fmt: skip
-_WORDS = ("model.fixnorm", "model.tie", "model.word_dropout", "model.decoder_depth")
-_PAIRS = (
-    "beam", "length_penalty", "length_offset", "bucket_by", "valid_items", "test_items", "model.share", *_WORDS,
-)  # fmt: skip
 
 TASKS: dict[str, TaskSpec] = {
     "g2p": TaskSpec(
@@ -91,18 +73,14 @@ TASKS: dict[str, TaskSpec] = {
         data=f"{_TRAIN}.source:sequences",
         metrics=(PER,),
         decided_by="beam",
-        settings=_PAIRS,
-        bucketed=True,
     ),
     "mt": TaskSpec(
-        module=f"{_TRAIN}.mt:MachineTranslation",
+        module=f"{_TRAIN}.translation:MachineTranslation",
         model=f"{_TRAIN}.build:seq2seq",
         example=f"{_TRAIN}.build:sentence_pairs",
         data=f"{_TRAIN}.source:corpus",
         metrics=(BLEU,),
         decided_by="beam",
-        settings=(*_PAIRS, "valid_bleu", "subwords", "model.mask_logits"),
-        bucketed=True,
     ),
     "lm": TaskSpec(
         module=f"{_TRAIN}.language:Language",
@@ -110,18 +88,9 @@ TASKS: dict[str, TaskSpec] = {
         example=f"{_TRAIN}.build:text",
         data=f"{_TRAIN}.source:corpus",
         metrics=(PERPLEXITY,),
-        settings=(
-            "context",
-            "test_context",
-            "subwords",
-            "model.arch",
-            *(f"model.{name}" for name in _LANGUAGE),
-            *_WORDS,
-        ),
-        fixed_length=True,
     ),
     "digits": TaskSpec(
-        module=f"{_TRAIN}.classification:Classification",
+        module=f"{_TRAIN}.images:Classification",
         model=f"{_TRAIN}.build:digit_classifier",
         example=f"{_TRAIN}.build:digits",
         data=f"{_TRAIN}.source:sequences",
@@ -135,17 +104,6 @@ TASKS: dict[str, TaskSpec] = {
         data=f"{_TRAIN}.source:images",
         metrics=(ACCURACY,),
         unit="images",
-        settings=(
-            "ema",
-            "body_lr",
-            "weights",
-            "broken",
-            "model.arch",
-            "model.patch",
-            "model.image_size",
-            *(f"images.{name}" for name in _IMAGES),
-        ),
-        drops_samples=True,
     ),
     "detection": TaskSpec(
         module=f"{_TRAIN}.detection:Detection",
@@ -155,8 +113,6 @@ TASKS: dict[str, TaskSpec] = {
         metrics=(BOX_AP, MASK_AP),
         unit="images",
         part="backbone",
-        settings=("weights", "broken", "valid_items", "test_items", "model.arch"),
-        drops_samples=True,
     ),
 }
 """By name, as in `Run.task`."""
@@ -183,14 +139,3 @@ def unit(task: str) -> str:
     ('images', 'tokens')
     """
     return TASKS[task].unit if task in TASKS else "tokens"
-
-
-@functools.cache
-def takers() -> dict[str, list[str]]:
-    """List the tasks that accept a setting, by setting; those of all tasks are left out.
-
-    >>> takers()["beam"], "lr" in takers()
-    (['g2p', 'mt'], False)
-    """
-    settings = sorted({name for task in TASKS.values() for name in task.settings})
-    return {setting: [name for name, task in TASKS.items() if setting in task.settings] for setting in settings}

@@ -4,7 +4,7 @@ import csv
 import math
 import random
 
-from normkit_papers.report import results
+from normkit_papers import results
 
 SITES = tuple(
     f"{side}.layers.{i}.{place}_norm"

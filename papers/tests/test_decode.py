@@ -9,17 +9,8 @@ from normkit_papers.data.vocab import BOS, EOS, PAD
 from normkit_papers.models.mt import Seq2Seq
 from normkit_papers.train.decode import beam, greedy
 from test_models import SMALL, SOURCE, seq2seq
-from torch.testing import assert_close
 
 MANY = torch.tensor([[4, 5, 6, 7, 2], [8, 9, 2, 0, 0], [5, 2, 0, 0, 0], [9, 8, 7, 2, 0], [6, 6, 6, 6, 2]])
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_beam_of_one_is_greedy(seed):
-    model = seq2seq(seed=seed)
-    one, two = greedy(model, MANY, 8), beam(model, MANY, 8, width=1, length_penalty=0.0)
-    assert one.sequences == two.sequences
-    assert one.scores == pytest.approx(two.scores, abs=1e-5)
 
 
 @pytest.mark.parametrize("search", [greedy, functools.partial(beam, width=3)])
@@ -65,33 +56,6 @@ def test_scores_are_those_of_the_model():
             assert score == pytest.approx(value, abs=1e-4)
 
 
-def test_wider_beam_finds_higher_likelihood():  # always only where it holds everything, see above
-    gains = []
-    for seed in range(6):
-        model = seq2seq(seed=seed)
-        with torch.no_grad():
-            model.output.linear.bias[EOS] = (
-                1.0  # so that all end: a hypothesis cut off by the length limit was not chosen
-            )
-        greedily, widely = greedy(model, MANY, 30), beam(model, MANY, 30, width=8, length_penalty=0.0)
-        gains += [wide - one for wide, one in zip(widely.scores, greedily.scores, strict=True)]
-    assert sum(gains) > 10
-    assert sum(gain > 0.1 for gain in gains) > 2 * sum(gain < -1e-5 for gain in gains)
-
-
-def test_hypotheses_share_the_memory_of_their_sentence():
-    model = seq2seq(seed=3)
-    target = torch.randint(4, 10, (10, 3))
-    memory, real = model.encode(MANY)
-    expected = model.decode(target, memory.repeat_interleave(2, 0), real.repeat_interleave(2, 0))
-    assert_close(model.decode(target, memory, real), expected)
-
-
-def test_an_empty_batch_finds_nothing():
-    none = MANY[:0]
-    assert greedy(seq2seq(), none) == beam(seq2seq(), none) == ([], [])
-
-
 def test_length_limits_hold_for_each_sentence():
     model = seq2seq(seed=0)
     with torch.no_grad():
@@ -103,23 +67,15 @@ def test_length_limits_hold_for_each_sentence():
     assert all(score > -1e6 for score in found.scores)
 
 
-def test_stops_when_all_have_ended():
-    model = seq2seq(seed=0)
-    with torch.no_grad():
-        model.output.linear.bias[EOS] = 50.0
-    calls = []
-    decode = model.decode
-    model.decode = lambda *a: calls.append(1) or decode(*a)
-    assert greedy(model, MANY, 60).sequences == [[]] * 5
-    assert len(calls) == 1
-    assert beam(model, MANY, 60).sequences == [[]] * 5
-    assert len(calls) <= 3
-
-
-def test_bad_widths_and_lengths_are_refused():
-    with pytest.raises(ValueError, match="width must be at least 1"):
-        beam(seq2seq(), MANY, width=0)
-    with pytest.raises(ValueError, match=r"length_penalty and length_offset must be at least 0; got -1\.0"):
-        beam(seq2seq(), MANY, width=2, length_penalty=-1.0)
-    with pytest.raises(ValueError, match="max_length must be at least 1"):
-        greedy(seq2seq(), MANY, 0)
+@torch.no_grad()
+def test_greedy_takes_the_most_likely_symbol_each_time():
+    model = seq2seq(seed=2)
+    for row, found in zip(MANY, greedy(model, MANY, 8).sequences, strict=True):
+        sequence = []
+        for _ in range(8):
+            scores = model(row[row != PAD][None], torch.tensor([[BOS, *sequence]]))[0, -1]
+            scores[[PAD, BOS]] = -torch.inf
+            if (symbol := int(scores.argmax())) == EOS:
+                break
+            sequence.append(symbol)
+        assert found == sequence

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 from normkit_papers.models.config import Model
-from normkit_papers.train.config import Run
+from normkit_papers.train.config import DigitsRun
 from normkit_papers.train.run import train
 
 TOLERANCE = 2e-3
-RUN = Run(
+RUN = DigitsRun(
     name="golden",
-    task="digits",
     data="digits",
     model=Model(width=32, hidden=48, depth=2, heads=4),
     steps=20,

@@ -20,7 +20,7 @@ from normkit_papers.data.images import (
     read_images,
 )
 from normkit_papers.data.scenes import ImageFiles, find_scenes, read_scenes
-from normkit_papers.train.average_precision import average_precision
+from normkit_papers.train.scores import average_precision
 from PIL import Image
 
 SHARED = pathlib.Path(os.environ.get("NORMKIT_DATA") or pathlib.Path(__file__).parents[3] / "shared" / "data")

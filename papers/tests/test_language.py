@@ -1,4 +1,4 @@
-"""Language models that carry state, against formulas; dropout, NT-ASGD, resumed runs."""
+"""Language models that carry state, against formulas; dropout, resumed runs."""
 
 import dataclasses
 import math
@@ -7,19 +7,13 @@ import pytest
 import torch
 from corpus_files import write_text
 from norm_cases import reads_its_sample, short
-from normkit_papers.data.embedded import Text
 from normkit_papers.models.config import Model
 from normkit_papers.models.lm import DecoderLM
 from normkit_papers.models.lstm import LSTMLM, WeightDropLSTM
-from normkit_papers.models.relative import RelativeAttention
-from normkit_papers.models.tensorized import MultiLinear
+from normkit_papers.models.mixers import RelativeAttention
 from normkit_papers.train import language
-from normkit_papers.train.checkpoints import checkpoints, model_state, read_checkpoint
-from normkit_papers.train.config import Run
-from normkit_papers.train.nt_asgd import NTASGD, averaged
+from normkit_papers.train.config import LanguageRun
 from normkit_papers.train.run import train
-from normkit_papers.train.source import source
-from safetensors.torch import load_file
 from test_resume import everything, same
 
 from normkit.norms import NORMS, Norm
@@ -28,12 +22,10 @@ XL = Model(width=12, hidden=20, depth=2, heads=2, attention="relative", memory=4
 LSTM = Model(arch="lstm", width=8, hidden=12, last_hidden=10, depth=3, experts=3, weight_drop=0.5, dropout=0.2,
              hidden_dropout=0.2)  # fmt: skip
 TIED = Model(arch="lstm", width=8, hidden=12, depth=2)
-RUN = Run(
-    name="text", task="lm", data="pydoc", context=5, model=XL, steps=24, batch_tokens=20, valid_every=6,
+RUN = LanguageRun(
+    name="text", data="pydoc", context=5, model=XL, steps=24, batch_tokens=20, valid_every=6,
     checkpoint_every=5, record_every=4, warmup=2, threads=1, label_smoothing=0.0,
 )  # fmt: skip
-AVERAGED = {"model": LSTM, "record_every": 0, "optimizer": "nt-asgd", "lr": 3.0, "schedule": "constant",
-            "valid_every": 2, "checkpoint_every": 4}  # fmt: skip
 
 
 class Killed(Exception):
@@ -86,16 +78,6 @@ def test_norms_in_transformer_xl_measure_each_word_once(spec, placement):
     torch.testing.assert_close(in_segments(model, tokens, 5), model(tokens))
 
 
-def test_memory_is_as_long_as_the_configuration():
-    model, cache = DecoderLM(XL, 11), {}
-    for segment in texts(3, 9).split(3, 1):
-        model(segment, cache)
-    assert cache["1"][0].shape == (3, 4, 12)
-    assert not cache["1"][0].requires_grad
-    model.eval()(texts(3, 9), cache)
-    assert cache["1"][0].shape == (3, 13, 12)
-
-
 def test_relative_attention_is_its_formula():
     block = random(RelativeAttention(6, 2, 0.0))
     x, past = torch.randn(2, 2, 4, 6, dtype=torch.float64)
@@ -120,14 +102,6 @@ def test_relative_attention_is_its_formula():
     torch.testing.assert_close(block(x, seen), torch.cat(heads, -1) @ block.out.weight.T, rtol=1e-5, atol=1e-6)
 
 
-def test_a_mixture_of_softmaxes_is_a_distribution_and_no_softmax():
-    model = random(LSTMLM(LSTM, 11))
-    probabilities = model(texts(4, 6)).exp()
-    torch.testing.assert_close(probabilities.sum(-1), torch.ones(4, 6, dtype=torch.float64))
-    logits = probabilities.log().flatten(0, 1)
-    assert torch.linalg.matrix_rank(logits - logits.mean(-1, keepdim=True)) > 8, "one softmax has width + 1 at most"
-
-
 def test_weight_drop_drops_recurrent_weights_in_training_alone():
     torch.manual_seed(0)
     layer, x = WeightDropLSTM(4, 6, 0.5).double(), torch.randn(2, 7, 4, dtype=torch.float64)
@@ -143,13 +117,6 @@ def test_weight_drop_drops_recurrent_weights_in_training_alone():
     torch.testing.assert_close(dropped, plain(x)[0])
     dropped.square().sum().backward()
     assert ((layer.weight_hh_l0.grad == 0) == (plain.weight_hh_l0 == 0)).all()
-
-
-def test_two_cores_are_one_core_that_is_their_mean():
-    two, one = random(MultiLinear(6, 4, 7, 0.0, cores=2)), random(MultiLinear(6, 4, 7, 0.0))
-    one.load_state_dict({**two.state_dict(), "core": two.core.mean(0)})
-    x = torch.randn(2, 5, 6, dtype=torch.float64)
-    torch.testing.assert_close(two(x), one(x))
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -175,42 +142,14 @@ def test_words_before_a_piece_are_read_and_not_scored():
         assert torch.equal(given[:, -1] + 1, target[:, -1])
 
 
-def test_nt_asgd_starts_to_average_by_its_rule():
-    losses, optimizer = [5.0, 4.0, 4.2, 4.3, 4.1, 4.2, 3.9, 4.1, 4.0], NTASGD([torch.zeros(1, requires_grad=True)], 1.0)
-    assert [optimizer.validated(losses[: n + 1]) for n in range(9)] == [False] * 7 + [True, False]
-
-
-def test_nt_asgd_averages_from_its_start_on():
-    weight = torch.zeros(1, requires_grad=True)
-    optimizer = NTASGD([weight], lr=1.0)
-
-    def steps(count):
-        values = []
-        for _ in range(count):
-            weight.grad = torch.full((1,), -1.0)
-            optimizer.step()
-            values.append(weight.item())
-        return values
-
-    assert steps(3) == [1, 2, 3], "plain SGD before"
-    with averaged(optimizer):
-        assert weight.item() == 3
-    optimizer.validated([0.0, *[1.0] * 7])
-    _, *later = steps(4)
-    with averaged(optimizer):
-        assert weight.item() == sum(later) / 3
-    assert weight.item() == 7
-
-
 @pytest.mark.parametrize(
     "changes",
     [
         {"model": dataclasses.replace(XL, norm="un(warmup=9)", dropout=0.1)},
-        AVERAGED,
+        {"model": LSTM, "record_every": 0, "optimizer": "sgd", "lr": 3.0, "average": 2, "checkpoint_every": 4},
     ],
 )
-def test_a_resumed_run_continues_its_streams_and_averages(changes, tmp_path, monkeypatch):
-    monkeypatch.setattr("normkit_papers.train.nt_asgd.INTERVAL", 1)
+def test_a_resumed_run_continues_its_streams_and_averages(changes, tmp_path):
     run = dataclasses.replace(RUN, data=str(write_text(tmp_path / "text")), **changes)
 
     def die(progress):
@@ -228,19 +167,6 @@ def test_a_resumed_run_continues_its_streams_and_averages(changes, tmp_path, mon
     same(everything(tmp_path / "killed"), everything(tmp_path / "whole"))
 
 
-def test_nt_asgd_saves_the_average(tmp_path, monkeypatch):
-    monkeypatch.setattr("normkit_papers.train.nt_asgd.INTERVAL", 1)
-    run = dataclasses.replace(RUN, data=str(write_text(tmp_path / "text")), **AVERAGED)
-    train(run, tmp_path)
-    last = read_checkpoint(checkpoints(tmp_path)[-1])
-    assert last["global_step"] == run.steps
-    assert last["optimizer_states"][0]["param_groups"][0]["t0"] < run.steps
-    saved, current = load_file(tmp_path / "model.safetensors")["bias"], model_state(last)["bias"]
-    averages = [state["ax"] for state in last["optimizer_states"][0]["state"].values()]
-    assert any(torch.equal(average, saved) for average in averages)
-    assert not torch.equal(saved, current)
-
-
 def test_evaluation_starts_without_state_and_leaves_that_of_training(monkeypatch):
     task = language.Language(RUN, random(DecoderLM(XL, 11)).float(), None)
     batches = language._streams(texts(60), 5, 2)
@@ -251,66 +177,3 @@ def test_evaluation_starts_without_state_and_leaves_that_of_training(monkeypatch
     assert task.carried[task.model]["1"][0] is state
     whole = task.mean_loss(language._streams(texts(60), 30, 2))
     assert first == pytest.approx(whole, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"devices": 2}, "devices . nodes must be 1: a model that carries state"),
-        ({"context": 40, "model": Model(memory=0, test_memory=1000)}, "test_context must be at most max_length=1024"),
-        ({"task": "digits", "context": 64}, r"model\.memory must be left out for task digits; it applies to lm"),
-        ({"task": "digits", "context": 64, "model": Model(fixnorm=True)}, r"model\.fixnorm must be left out for"),
-        ({"task": "g2p"}, "context must be left out for task g2p; it applies to lm; got 5"),
-        ({"valid_items": 5}, "valid_items must be left out for task lm; it applies to g2p and mt and detection; got 5"),
-        ({"test_items": 0}, "test_items must be left out for task lm; it applies to g2p and mt and detection; got 0"),
-        ({"broken": "refuse"}, "broken must be left out for task lm; it applies to images and detection"),
-        ({"model": TIED}, "record_every must be 0 for model.arch=lstm, which has no norms; got 4"),
-        ({"model": TIED, "record_every": 0, "scale_loss": 0.1}, "scale_loss must be 0 for model.arch=lstm"),
-    ],
-)
-def test_settings_that_do_not_fit_raise(changes, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(RUN, **changes)
-
-
-def test_a_text_with_less_than_a_batch_raises():
-    run = dataclasses.replace(RUN, model=Model(width=8, heads=2, hidden=8, depth=1), batch_tokens=20)  # 4 pieces of 5
-    for words, fits in ((25, True), (24, False)):
-        data = Text("made", *(texts(words + 1),) * 3, vocabularies={})
-        task = language.Language(run, DecoderLM(run.model, 11), data)
-        for start in range(20) if fits else ():
-            assert next(task.batches(start)).tensors[0].shape == (4, 5)
-    with pytest.raises(ValueError, match="made has 24 words to train on; needs 25"):
-        task.batches(0)
-
-
-def test_a_short_validation_split_has_fewer_streams():
-    for words in (1, 4, 60):
-        data = Text("made", texts(61), texts(words + 1), texts(61), vocabularies={})
-        task = language.Language(dataclasses.replace(RUN, model=TIED, record_every=0), LSTMLM(TIED, 11), data)
-        assert sum(batch.tokens for batch in task.validation_batches()) == words
-        assert task.validate()["loss"] > 0
-
-
-def test_subwords_of_text_without_files_raise():
-    with pytest.raises(ValueError, match="subwords must be 0 for pydoc, which has no files to learn them from; got 90"):
-        source(dataclasses.replace(RUN, subwords=90), lambda stage: None)
-
-
-def test_unsupported_model_options_raise():
-    with pytest.raises(ValueError, match="memory must be 0 without attention=relative; got 4"):
-        Model(memory=4)
-    with pytest.raises(ValueError, match="norm must be layer for arch=lstm: it has none; got 'un'"):
-        LSTMLM(dataclasses.replace(TIED, norm="un"), 11)
-    with pytest.raises(ValueError, match="fixnorm must be False for arch=lstm; got True"):
-        LSTMLM(dataclasses.replace(TIED, fixnorm=True), 11)
-    with pytest.raises(ValueError, match="last_hidden must be width=8 with 1 expert; got 10"):
-        LSTMLM(dataclasses.replace(TIED, last_hidden=10), 11)
-
-
-def test_models_of_one_task_carry_states_of_their_own():
-    """Two models see each batch in turns, as when one is trained towards the other."""
-    one, two = (random(DecoderLM(XL, 11)).float() for _ in range(2))
-    task, batches = language.Language(RUN, one, None), language._streams(texts(60), 5, 2)
-    for batch in batches:
-        torch.testing.assert_close(task.forward_norms(two, batch), task.forward_norms(one, batch))

@@ -32,9 +32,7 @@ def test_sequences_longer_than_the_model_raise_before_training(split, tmp_path):
     (data / f"{split}.source").write_text(("a " * 8 + "\n") * count)
     model = Model(width=8, hidden=8, depth=1, heads=2, max_length=8)
     run = Run(name="x", task="g2p", data=str(data), model=model, steps=1, record_every=0, threads=1)
-    with pytest.raises(
-        ValueError, match=rf"the {split} split of .* has a sequence of 9 symbols, more than max_length=8"
-    ):
+    with pytest.raises(ValueError, match=rf"the {split} split .*max_length=8"):
         train(run, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

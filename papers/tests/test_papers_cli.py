@@ -7,13 +7,12 @@ import time
 
 import pytest
 from forked import Program
+from normkit_papers import results
 from normkit_papers.cli import COMMANDS, main
-from normkit_papers.report import results
 from normkit_papers.studies import demo as demo_module
 from normkit_papers.studies.catalogue import RECIPES, STUDIES
 from normkit_papers.study import Base, Column, Row, Study
-from normkit_papers.train.checkpoints import checkpoints
-from normkit_papers.train.folder import load
+from normkit_papers.train.folder import checkpoints, load
 
 SHORT = [
     "train", "vit_digits", "--model.width", "8", "--model.hidden", "8", "--model.depth", "1", "--model.heads", "1",

@@ -7,8 +7,8 @@ import shutil
 import made_results
 import pytest
 from made_results import result, score, write
-from normkit_papers import figures
-from normkit_papers.report import compare, page, results, summary
+from normkit_papers import figures, results
+from normkit_papers.report import compare, page, summary
 from normkit_papers.report.recorded import Recorded, extremes, first_sites, recorded
 from normkit_papers.report.settings import labels
 from normkit_papers.studies import rows
@@ -167,6 +167,18 @@ def test_comparison_of_seeds_gives_means_and_the_difference(tmp_path):
     write(tmp_path / "a" / "seed-9", result("un", seed=9, steps=7))
     with pytest.raises(ValueError, match="steps"):
         compare.compare([tmp_path / "a", tmp_path / "b"])
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [({"seed": 0}, "seed"), ({"seed": 1, "data": "mine"}, "data"), ({"seed": 1, "status": "diverged"}, "diverged")],
+)
+def test_only_comparable_seeds_are_compared(other, named, tmp_path):
+    """Seeds of one run differ from each other, have the same data, and ended with a score."""
+    write(tmp_path / "a" / "seed-0", result("un"))
+    write(tmp_path / "a" / "other", result("un", **other))
+    with pytest.raises(ValueError, match=named):
+        compare.compare([tmp_path / "a"])
 
 
 def test_bootstrap_distinguishes_a_real_difference_from_none(tmp_path):

@@ -4,100 +4,77 @@ import math
 
 import pytest
 import torch
-from normkit_papers.train.config import Run
-from normkit_papers.train.schedules import Constant, InverseSqrt, ValidationDecay, cosine
+from normkit_papers.train.config import DigitsRun
+from normkit_papers.train.schedules import Schedule
 
 
-def optimizer(lr: float = 1.0) -> torch.optim.Optimizer:
-    return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
+def made(**settings):
+    run = DigitsRun(name="x", data="digits", **{"steps": 20, "lr": 1.0, "valid_every": 1, **settings})
+    groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": run.lr * part} for part in (1, 0.1)]
+    return Schedule(torch.optim.SGD(groups, lr=run.lr), run)
 
 
-def rates(schedule, steps: int) -> list[float]:
-    """Learning rates of steps 1, 2, ..., as the optimizer uses them."""
+def rates(schedule, steps):
+    """Learning rates of both groups at each step, as the optimizer uses them."""
     out = []
     for _ in range(steps):
-        out.append(schedule.optimizer.param_groups[0]["lr"])
+        out.append([group["lr"] for group in schedule.optimizer.param_groups])
         schedule.optimizer.step()
         schedule.step()
     return out
 
 
+def check(got, expected):
+    assert [rate for rate, _ in got] == pytest.approx(expected, rel=1e-12)
+    assert [rate for _, rate in got] == pytest.approx([0.1 * rate for rate in expected], rel=1e-12)
+
+
 def test_inverse_sqrt_is_equation_7_of_tears():
-    d, warmup, scale = 512, 40, 1.0
-    schedule = InverseSqrt(optimizer(scale / math.sqrt(d * warmup)), warmup)
-    expected = [scale / math.sqrt(d) * min(n**-0.5, n * warmup**-1.5) for n in range(1, 200)]
-    assert rates(schedule, 199) == pytest.approx(expected, rel=1e-12)
+    d, warmup = 512, 40
+    schedule = made(schedule="inverse_sqrt", warmup=warmup, lr=1 / math.sqrt(d * warmup), steps=300)
+    check(rates(schedule, 199), [min(n**-0.5, n * warmup**-1.5) / math.sqrt(d) for n in range(1, 200)])
 
 
 def test_inverse_sqrt_can_start_as_fairseq_does():
-    schedule = InverseSqrt(optimizer(7e-4), 10, start=1e-7)
-    got = rates(schedule, 20)
-    assert got[:9] == pytest.approx([1e-7 + n * (7e-4 - 1e-7) / 10 for n in range(1, 10)])
-    assert got[9:] == pytest.approx([7e-4 * math.sqrt(10 / n) for n in range(10, 21)])
+    got = rates(made(schedule="inverse_sqrt", warmup=10, lr=7e-4, warmup_start=1e-7), 20)
+    assert [rate for rate, _ in got[:9]] == pytest.approx([1e-7 + n * (7e-4 - 1e-7) / 10 for n in range(1, 10)])
+    check(got[9:], [7e-4 * math.sqrt(10 / n) for n in range(10, 21)])
 
 
 def test_constant_with_and_without_warm_up():
-    assert rates(Constant(optimizer(0.5)), 3) == [0.5] * 3
-    assert rates(Constant(optimizer(1.0), 4), 6) == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
+    check(rates(made(schedule="constant"), 3), [1.0] * 3)
+    check(rates(made(schedule="constant", warmup=4), 6), [0.25, 0.5, 0.75, 1, 1, 1])
 
 
-def test_cosine_rises_falls_and_ends_at_the_floor():
-    got = rates(cosine(optimizer(1.0), 4, 20), 21)
-    assert got[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
-    assert got[4:20] == pytest.approx([0.5 * (1 + math.cos(math.pi * i / 16)) for i in range(16)])
-    assert got[20] == pytest.approx(0, abs=1e-12)
-    with pytest.raises(ValueError, match="below steps=5"):
-        cosine(optimizer(), 5, 5)
+@pytest.mark.parametrize("start", [0.0, 0.1])
+def test_cosine_rises_to_the_peak_and_falls_to_the_floor(start):
+    got = rates(made(warmup=4, floor_lr=0.02, warmup_start=start), 20)
+    first = start or 0.25
+    assert [rate for rate, _ in got[:4]] == pytest.approx([first + (1 - first) * n / 3 for n in range(4)])
+    for group, peak in ((0, 1.0), (1, 0.1)):
+        expected = [0.02 + (peak - 0.02) * (1 + math.cos(math.pi * n / 16)) / 2 for n in range(16)]
+        assert [both[group] for both in got[4:]] == pytest.approx(expected)
+
+
+def test_steps_fall_after_each_milestone():
+    check(rates(made(schedule="steps", warmup=2, milestones=(3, 5)), 6), [0.5, 1, 1, 0.1, 0.1, 0.01])
 
 
 def test_validation_decay_compares_the_best():
-    schedule = ValidationDecay(optimizer(1.0), patience=3)
-    scores = [10, 12, 11, 11.5, 11.9, 13, 12, 12, 12, 12]
-    assert [schedule.validated(s) for s in scores] == [False] * 4 + [True] + [False] * 3 + [True, False]
-    assert schedule.optimizer.param_groups[0]["lr"] == pytest.approx(0.64)
+    schedule = made(schedule="validation_decay")
+    rate = []
+    for score in (10, 12, 11, 11.5, 11.9, 13, 12, 12, 12, 12):
+        schedule.validated(score)
+        rate.append(schedule.optimizer.param_groups[0]["lr"])
+    assert rate == pytest.approx([1.0] * 4 + [0.8] * 4 + [0.64] * 2)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda o: InverseSqrt(o, 5),
-        lambda o: Constant(o, 5),
-        lambda o: ValidationDecay(o, 5),
-        lambda o: cosine(o, 3, 30),
-    ],
-)
-def test_state_round_trips(make):
-    one, two = make(optimizer(1.0)), make(optimizer(1.0))
+@pytest.mark.parametrize("kind", ["cosine", "inverse_sqrt", "constant", "validation_decay"])
+def test_state_round_trips(kind):
+    one, two = (made(schedule=kind, warmup=3) for _ in range(2))
     rates(one, 7)
-    if isinstance(one, ValidationDecay):
-        for _ in range(4):
-            one.validated(1.0)
+    for _ in range(4):
+        one.validated(1.0)
     two.load_state_dict(one.state_dict())
     two.optimizer.load_state_dict(one.optimizer.state_dict())
     assert rates(two, 10) == rates(one, 10)
-
-
-def test_settings_without_a_schedule_raise_before_a_run_begins():
-    settings = {"name": "x", "task": "digits", "data": "digits", "steps": 9, "schedule": "steps"}
-    Run(**settings, milestones=(4, 6), warmup=3)
-    with pytest.raises(ValueError, match=r"milestones must be after the warm-up of 4 steps; got \(4, 6\)"):
-        Run(**settings, milestones=(4, 6), warmup=4)
-    with pytest.raises(ValueError, match=r"warmup_start must be at most lr=0\.003; got 0\.1"):
-        Run(**settings, warmup=3, warmup_start=0.1)
-    settings |= {"schedule": "cosine", "lr": 1e-3, "floor_lr": 1e-4}
-    Run(**settings)
-    tuned = {"task": "images", "data": "cifar10", "weights": "x"}
-    with pytest.raises(ValueError, match=r"floor_lr must be at most lr \* body_lr = 0; got 0\.0001"):
-        Run(**(settings | tuned), body_lr=0.0)  # the rate of the body would rise to the floor
-    for change in ({"schedule": "validation_decay"}, {"optimizer": "nt-asgd"}):
-        with pytest.raises(ValueError, match=r"valid_every must be above 0 for .*; got 0"):
-            Run(**(settings | change))
-
-
-def test_bad_settings_raise():
-    with pytest.raises(ValueError, match="warmup must be at least 1"):
-        InverseSqrt(optimizer(), 0)
-    with pytest.raises(ValueError, match="warmup must be at least 0"):
-        Constant(optimizer(), -1)
-    with pytest.raises(ValueError, match="factor"):
-        ValidationDecay(optimizer(), factor=1.5)

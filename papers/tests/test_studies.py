@@ -9,8 +9,9 @@ import made_results
 import pytest
 from forked import Program
 from joblib.externals.loky import reusable_executor
+from normkit_papers import results
 from normkit_papers.metrics import STUDY_METRICS, validation_metrics
-from normkit_papers.report import results, verdicts
+from normkit_papers.report import verdicts
 from normkit_papers.report.verdicts import AGREES, DISAGREES, UNDECIDED
 from normkit_papers.studies import rows, runner, similarity, table
 from normkit_papers.studies.catalogue import OF_PAPERS, RECIPES, STUDIES

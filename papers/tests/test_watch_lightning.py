@@ -4,12 +4,12 @@ import csv
 
 import pytest
 import torch
-from normkit_papers.train.lightning import lightning
-from normkit_papers.train.watch_callback import LOGGED, Watch, log_rows
+
+from normkit_papers.train.lightning import lightning  # isort: skip
+from normkit.watch.lightning import LOGGED, Watch  # isort: skip
 from torch import nn
 
 from normkit import watch
-from normkit.watch import Row
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on loaders
 
@@ -106,13 +106,6 @@ def test_steps_under_accumulation_are_optimizer_steps(tmp_path):
     assert [step for step, metrics in logger.logged if "rms/norm" in metrics] == [0, 1, 2, 3, 4]
 
 
-def test_rows_of_a_run_that_is_over():
-    logger = Listening()
-    rows = [Row(1, "a", "un", "rms", 2.0), Row(1, "", "", "gradient_norm", 3.0), Row(2, "a", "un", "dead", 0.0)]
-    log_rows([*rows, Row(26, "a", "un", "rms", 4.0)], [logger])
-    assert logger.logged == [(1, {"rms/a": 2.0, "gradient_norm": 3.0}), (26, {"rms/a": 4.0})]
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard(tmp_path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -124,22 +117,6 @@ def test_tensorboard(tmp_path):
     assert set(expected) <= set(found.Tags()["scalars"])
     for name, points in expected.items():
         assert {event.step: event.value for event in found.Scalars(name)} == pytest.approx(points)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_weights_and_biases(tmp_path, monkeypatch):
-    """In its offline mode: nothing is sent, all is in a file of its own."""
-    pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb (100 MB)")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    callback = Watch(every=2, log_every=4)
-    logger = lightning.loggers.WandbLogger(save_dir=tmp_path, offline=True)
-    fit(callback, 10, tmp_path, logger)
-    summary = dict(logger.experiment.summary)
-    logger.experiment.finish()
-    expected = {name: points[8] for name, points in named(callback.rows).items()}
-    assert {name: summary[name] for name in expected} == pytest.approx(expected)
-    assert summary["trainer/global_step"] == 8
-    assert list(tmp_path.rglob("*.wandb"))
 
 
 def test_wrong_arguments_keep_the_rows_of_an_earlier_run(tmp_path):

@@ -11,9 +11,7 @@ from torch.nn.utils import parametrize
 from normkit.norms import LayerNorm, Norm, fix_embedding, parse
 from normkit_papers.models.adaptive import Adaptive
 from normkit_papers.models.config import Model
-from normkit_papers.models.convolution import Convolution
-from normkit_papers.models.relative import RelativeAttention
-from normkit_papers.models.tensorized import MultiLinear
+from normkit_papers.models.mixers import Convolution, MultiLinear, RelativeAttention
 
 PAD, UNKNOWN = 0, 3  # numbers of padding and of the unknown word in every vocabulary; between them begin and end
 

@@ -43,31 +43,10 @@ def swin_t(config: Model, classes: int) -> nn.Module:
     return model
 
 
-def of_timm(config: Model, classes: int) -> nn.Module:
-    """Build a model of timm for `config.image_size`, with random weights."""
-    try:
-        load_torchvision()  # what timm imports
-        import timm
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{config.arch} needs timm: pip install 'normkit[vision]'", name=error.name) from None
-    model = timm.create_model(
-        config.arch, num_classes=classes, img_size=config.image_size, drop_path_rate=config.layer_drop
-    )
-    place_norms(model, config)
-    return model
-
-
-TIMM = (  # under their names there
-    "swin_tiny_patch4_window7_224",
-    "vit_small_patch16_224",
-    "deit_tiny_patch16_224",
-    "deit_small_patch16_224",
-)
 ARCHES: dict[str, Callable[[Model, int], nn.Module]] = {
     "tiny_vit": tiny_vit,
     "resnet20": ResNet20,
     "t2t_vit_14": T2TViT,
     "swin_t": swin_t,
-    **dict.fromkeys(TIMM, of_timm),
 }
 """By name; what one makes takes colours normalized by mean and deviation."""

@@ -3,7 +3,7 @@
 from torch import nn
 
 from normkit_papers.models.blocks import Attention, Embedding, FeedForward, Layer, Stack
-from normkit_papers.models.convolution import Convolution
+from normkit_papers.models.mixers import Convolution
 
 
 def initialize(model: nn.Module, how: str) -> None:

@@ -5,7 +5,7 @@ import dataclasses
 from normkit_papers.models.config import Model
 from normkit_papers.recipes import cifar10_tiny_vit, mt_multi30k
 from normkit_papers.study import Base, Bases, Settings, Times, override
-from normkit_papers.train.config import Images, Run
+from normkit_papers.train.config import ImageRun, Images, LanguageRun, Run, TranslationRun
 
 LARGE_BATCHES: Settings = {"accumulate": Times(4), "steps": Times(1 / 4)}
 POST_NORM: dict[str, Settings] = {"pocket": {"lr": 5e-4, "warmup": 400}}  # at 2e-3 the loss stayed at 6.58 to step 320
@@ -24,8 +24,8 @@ def mt_iwslt14() -> Run:
     Cost: hours on one GPU. The paper's BLEU with all 160,239 training pairs: layer 35.5, power 35.9, batch 34.4.
     Differs: dropout of 0.3, as in the authors' script; A.1 gives 0 for this model.
     """
-    return Run(
-        name="mt_iwslt14", task="mt", data="iwslt14.de-en",
+    return TranslationRun(
+        name="mt_iwslt14", data="iwslt14.de-en",
         model=Model(
             width=512, hidden=1024, depth=6, heads=4, share=True,
             dropout=0.3, attention_dropout=0.1, hidden_dropout=0.1,
@@ -73,8 +73,8 @@ def mt_wmt14_de() -> Run:
     Cost: many GPUs. The paper's BLEU, on 128 GPUs of 4,096 tokens: layer 29.5, batch 28.1, power 30.1. Differs: 32,764
     subwords, as in the authors' script; A.1 has 37,000.
     """
-    return Run(
-        name="mt_wmt14_de", task="mt", data="wmt14.en-de",
+    return TranslationRun(
+        name="mt_wmt14_de", data="wmt14.en-de",
         model=Model(
             width=1024, hidden=4096, depth=6, heads=16, max_length=256,
             share=True,
@@ -108,8 +108,8 @@ def lm_ptb_core1() -> Run:
     Cost: minutes on one GPU. The paper's test perplexity: layer 53.2, batch 60.7, pnv 55.3, power 47.6. Differs:
     post-norm, as in the code of Ma et al. (2019) that A.2 follows; section 5.1 has pre-norm in all experiments.
     """
-    return Run(
-        name="lm_ptb_core1", task="lm", data="ptb", context=32,
+    return LanguageRun(
+        name="lm_ptb_core1", data="ptb", context=32,
         model=Model(
             width=256, hidden=2100, depth=3, heads=1, max_length=32,
             attention="multilinear", rank=40, placement="post",
@@ -117,7 +117,7 @@ def lm_ptb_core1() -> Run:
         ),
         steps=7260,  # 30 epochs
         batch_tokens=3840,  # 120 pieces
-        bucketing=False,
+
         lr=2.5e-4, betas=(0.9, 0.999), clip=0.25, label_smoothing=0.1,
         warmup=4000, valid_every=242, checkpoint_every=242,
         record_every=100,
@@ -164,11 +164,11 @@ def cifar10_resnet20_paper() -> Run:
 
     Cost: minutes on one GPU. The paper's accuracy: 91.25 with batch normalization.
     """
-    return Run(
-        name="cifar10_resnet20_paper", task="images", data="cifar10",
+    return ImageRun(
+        name="cifar10_resnet20_paper", data="cifar10",
         model=Model(arch="resnet20", norm="batch"),
         images=Images(channels_last=True),
-        steps=64_000, batch_tokens=128, bucketing=False, workers=8,
+        steps=64_000, batch_tokens=128, workers=8,
         optimizer="sgd", lr=0.1, weight_decay=1e-4, clip=0.0, label_smoothing=0.0,
         schedule="steps", milestones=(32_000, 48_000),
         valid_every=3900,  # ten epochs

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from normkit._util import truncate
-from normkit_papers.report import results
+from normkit_papers import results
 from normkit_papers.report.seeds import difference, interval
 from normkit_papers.report.settings import job, split
 from normkit_papers.tasks import TASKS
@@ -62,7 +62,7 @@ def bootstrap(first: Path, second: Path) -> float:
     from sacrebleu.significance import PairedTest
 
     from normkit_papers.data.corpora import CORPORA, locate
-    from normkit_papers.train.bleu import counted, metric
+    from normkit_papers.train.scores import counted, metric
 
     data = results.read(first)["run"]["data"]
     corpus = CORPORA[data] if data in CORPORA else locate(data).corpus

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from normkit._util import write_whole
 from normkit.watch import NOT_CHECKED, Recording, checked, diagnose
 from normkit.watch import read as read_rows
-from normkit_papers import figures
-from normkit_papers.report import charts, results, summary
+from normkit_papers import figures, results
+from normkit_papers.report import charts, summary
 from normkit_papers.report.recorded import Recorded, recorded
 from normkit_papers.report.settings import Results, split
 from normkit_papers.studies import rows, table

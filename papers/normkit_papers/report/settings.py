@@ -7,7 +7,7 @@ from normkit._util import escape
 
 Result = Mapping[str, Any]
 Results = Mapping[Any, Result]
-"""Results by the folder of each, as `normkit_papers.report.results.find` returns them."""
+"""Results by the folder of each, as `normkit_papers.results.find` returns them."""
 
 NAMING = {"name", "model.norm", "model.norm_at", "model.fixnorm", "scale_loss", "seed", "task", "data"}
 """Settings that are part of a label already, or do not belong into one."""

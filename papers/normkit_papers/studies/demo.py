@@ -10,8 +10,8 @@ from torch import Tensor
 
 from normkit.bench import ROUNDS, measure
 from normkit.norms import parse
+from normkit_papers import results
 from normkit_papers.recipes import g2p_cmudict
-from normkit_papers.report import results
 from normkit_papers.study import slug, warmed
 from normkit_papers.train.config import Run
 from normkit_papers.train.fold_run import audit_run, fold_run

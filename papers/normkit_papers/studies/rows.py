@@ -10,8 +10,8 @@ from typing import Any
 from normkit._util import write_whole
 from normkit.watch.row_files import FILE as ROWS
 from normkit.watch.row_files import read_run
+from normkit_papers import results
 from normkit_papers.metrics import STUDY_METRICS, validation_metrics
-from normkit_papers.report import results
 from normkit_papers.study import Cell, Study, expand, seeds
 
 KEPT = Path(__file__).parents[2] / "results"  # of a clone

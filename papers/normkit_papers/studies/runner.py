@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from normkit._util import write_whole
-from normkit_papers.report import results
+from normkit_papers import results
 from normkit_papers.studies import rows
 from normkit_papers.studies.catalogue import lacking
 from normkit_papers.studies.rows import FAILURE

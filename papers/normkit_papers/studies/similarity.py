@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from normkit.watch.row_files import FILE, Appender, read_run
+from normkit_papers import results
 from normkit_papers.cka import cka
-from normkit_papers.report import results
 from normkit_papers.study import Study, expand, seeds
 from normkit_papers.train.folder import load
 from normkit_papers.train.source import open_task

@@ -7,7 +7,7 @@ from normkit_papers.models.config import Model
 from normkit_papers.powernorm.recipes import mt_wmt14_de
 from normkit_papers.recipes import mt_multi30k
 from normkit_papers.study import Base, Bases, Times
-from normkit_papers.train.config import Run
+from normkit_papers.train.config import Run, TranslationRun
 
 
 def mt_ted_gl() -> Run:
@@ -18,8 +18,8 @@ def mt_ted_gl() -> Run:
     Cost: one GPU. The paper's BLEU: post-norm layer 18.47, pre-norm 19.09, with FixNorm 19.38, with
     ScaleNorm too 20.91.
     """
-    return Run(
-        name="mt_ted_gl", task="mt", data="ted.gl",
+    return TranslationRun(
+        name="mt_ted_gl", data="ted.gl",
         model=Model(
             width=512, hidden=2048, depth=4, heads=4,
             init="small", share=True, mask_logits=True,

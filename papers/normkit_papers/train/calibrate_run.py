@@ -10,14 +10,7 @@ from normkit_papers.train.source import open_task
 
 
 class Calibration(NamedTuple):
-    """Outcome of a calibration.
-
-    Attributes:
-        norms: Number of norms with new statistics.
-        batches: Number of training batches.
-        loss_before: Validation loss with the running statistics of training.
-        loss_after: Validation loss with the new statistics.
-    """
+    """Outcome: numbers of norms and of training batches, validation loss before and after."""
 
     norms: int
     batches: int
@@ -36,10 +29,10 @@ def calibrate_run(
     batches: int | None = None,
     track: Callable[[Iterable[Any], int], Iterable[Any]] = lambda batches, total: batches,
 ) -> tuple[Loaded, Calibration]:
-    """Compute the statistics of a run's norms again, from training batches.
+    """Compute the statistics of a run's norms again, from training batches; its model is not changed.
 
     Args:
-        loaded: The run. Its model is not changed.
+        loaded: The run.
         batches: Number of training batches; None for as many as training uses for its calibrated scores.
         track: Yields the same batches, and shows how many of `total` have been read.
 

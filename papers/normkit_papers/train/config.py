@@ -1,127 +1,372 @@
-"""A training run as one frozen dataclass.
+"""Settings of a training run: one class a task.
 
-A run folder needs nothing else to be understood.
+Each setting has one flat name everywhere: `run.lr` in code, `--lr` on the command line, `"lr"` in `run.json` and in
+studies. A task has no settings that it does not use.
 """
 
 import dataclasses
 import json
-from typing import Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from normkit._util import require
+from pydantic import Field, TypeAdapter, ValidationError
+
+from normkit._util import pick
 from normkit.norms import parse
-from normkit_papers.tasks import TASKS, takers
-from normkit_papers.train.settings import (
-    Architecture,
-    Batching,
-    Checkpoints,
-    Data,
-    Evaluation,
-    Hardware,
-    Images,
-    Optimization,
-    Schedule,
-)
+from normkit.watch.quantities import choose
+from normkit_papers.fields import Below1, Count, Fraction, Natural, NotNegative, Positive, explain, settings
+from normkit_papers.models.config import Model
 
-__all__ = ["Images", "Run"]
+OF_SOME_TASKS = (
+    "arch", "image_size", "patch", "fixnorm", "tie", "share", "word_dropout", "mask_logits", "decoder_depth", "memory",
+    "test_memory", "experts", "last_hidden", "weight_drop", "adaptive",
+)  # fmt: skip
+"""Settings of the model that only the tasks use which list them in `uses`."""
+_WORDS = ("fixnorm", "tie", "word_dropout", "decoder_depth")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run(Checkpoints, Evaluation, Hardware, Schedule, Optimization, Batching, Architecture, Data):
-    """A training run: all groups of settings.
+@settings
+class Images:
+    """Augmentation of training images, and the view of an image at inference."""
 
-    Fields are in the order from the last base class to the first.
+    crop: Literal["pad", "area", "none"] = "pad"
+    """Training: a window of the image padded by `padding` black pixels; a resized window of 8 to 100 % of its area
+    (Inception); or the whole image."""
+    padding: Natural = 4
+    """Padding on each side, in pixels at the size of the model's input."""
+    flip: Fraction = 0.5
+    """Probability of a horizontal flip."""
+    rand_augment: str = ""
+    """RandAugment by timm's name, e.g. rand-m9-mstd0.5-inc1; empty for none."""
+    erase: Fraction = 0.0
+    """Probability that noise replaces a rectangle (random erasing)."""
+    mixup: NotNegative = 0.0
+    """Alpha of mixup: pairs of images and labels are blended by a Beta(alpha, alpha) weight; 0 for none."""
+    cutmix: NotNegative = 0.0
+    """Alpha of CutMix: a rectangle is taken from the other image; 0 for none."""
+    mix_prob: Fraction = 1.0
+    """Fraction of batches that are mixed, if mixup or cutmix is above 0."""
+    mix_switch: Fraction = 0.5
+    """Fraction of mixed batches that use CutMix, if both are above 0."""
+    test_crop: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Inference: side of the centre crop, as a fraction of the shorter side."""
+    held_out: Natural = 0
+    """Training images held out for validation; 0 validates on the test split, as papers do."""
+    channels_last: bool = False
+    """Memory format of images and kernels, faster for convolutions on GPUs."""
 
-    Raises:
-        ValueError: If a setting, or a combination of settings, is not allowed.
 
-    >>> Run(name="toy", task="g2p", data="cmudict", steps=100).batch_tokens
-    500
-    """
+@settings
+class Run:
+    """Settings of every task; `Run(task="lm", ...)` makes those of that task, a `LanguageRun`."""
+
+    uses: ClassVar[tuple[str, ...]] = ()
+    """Those of `OF_SOME_TASKS` that the task's models use."""
+    one_shape: ClassVar[bool] = True
+    """All training batches have the same shape."""
+
+    name: str
+    """Name of the run; its folder is runs/NAME by default."""
+    task: str
+    """Task: g2p, mt, lm, digits, images or detection."""
+    data: str
+    """Name of a data set (cmudict, multi30k.de-en, ptb, cifar10, coco, ...), or a folder of text files or images."""
+    model: Model = Field(default_factory=Model)
+    """The model and its norms."""
+    steps: Count
+    """Optimizer steps."""
+    batch_tokens: Count = 500
+    """Batch size: tokens (of source and target, if there are two), or images."""
+    accumulate: Count = 1
+    """Batches per optimizer step."""
+    # optimizer and loss
+    lr: Positive = 3e-3
+    """Peak learning rate."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """AdamW, or SGD with momentum."""
+    momentum: Below1 = 0.9
+    """Momentum of SGD."""
+    betas: tuple[Below1, Below1] = (0.9, 0.98)
+    """Betas of AdamW."""
+    weight_decay: NotNegative = 0.0
+    """Weight decay of matrices; norms, biases and other vectors have none."""
+    clip: NotNegative = 1.0
+    """Maximum norm of the gradient; 0 for no clipping."""
+    label_smoothing: Below1 = 0.1
+    """Label smoothing."""
+    scale_loss: NotNegative = 0.0
+    """Weight of `normkit.scale_loss`, which draws the sizes of tokens together; 0 for none."""
+    # learning rate over time
+    schedule: Literal["cosine", "inverse_sqrt", "constant", "validation_decay", "steps"] = "cosine"
+    """Learning rate after the warm-up."""
+    floor_lr: NotNegative = 0.0
+    """Final learning rate of schedule=cosine."""
+    milestones: tuple[Count, ...] = ()
+    """Steps after which schedule=steps multiplies the learning rate by `decay`."""
+    decay: Positive = 0.1
+    """Factor at each milestone."""
+    warmup: Natural = 0
+    """Steps of linear warm-up."""
+    warmup_start: NotNegative = 0.0
+    """Initial learning rate of the warm-up, for inverse_sqrt, cosine and steps (fairseq's warmup-init-lr)."""
+    stop_lr: NotNegative = 0.0
+    """Stop when the learning rate falls below this after the warm-up."""
+    patience: Natural = 0
+    """Stop after this many validations without improvement; 0 never stops early."""
+    # arithmetic and devices
+    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
+    """Precision, by Lightning's name."""
+    compile: bool = False
+    """Compile the model's forward and backward with torch.compile."""
+    devices: Count = 1
+    """GPUs, or CPU processes, per node; each trains on batches of `batch_tokens`."""
+    nodes: Count = 1
+    """Nodes."""
+    strategy: Literal["ddp", "fsdp2"] = "ddp"
+    """Parallelism of several devices: each holds the whole model, or a shard of it."""
+    seed: Annotated[int, Field(ge=-(2**43), le=2**43)] = 0
+    """Seed of weights, dropout and data order; the order of an epoch has the seed `1_000_003 * seed + epoch`."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto uses a GPU if there is one."""
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """CPU threads; None uses PyTorch's default."""
+    # validation, records, checkpoints
+    valid_every: Natural = 0
+    """Steps between validations; 0 validates once, at the end."""
+    record_every: Natural = 25
+    """Steps between records of the norms' statistics; 0 for no records."""
+    quantities: tuple[str, ...] = ("default",)
+    """Recorded quantities, names of normkit.watch.QUANTITIES; all includes those that are expensive."""
+    checkpoint_every: Natural = 0
+    """Steps between checkpoints to resume from; 0 for none."""
+    keep: Count = 5
+    """Checkpoints kept."""
+    average: Natural = 0
+    """Average the weights of up to this many checkpoints at the end; without any checkpoint, use the last weights."""
+    average_of: Literal["last", "best"] = "last"
+    """Checkpoints to average: the last ones, or the best of the validations."""
+
+    def __new__(cls, **given: Any) -> Any:
+        """Make settings of the class of the task."""
+        return super().__new__(pick(RUNS, given.get("task", ""), "task") if cls is Run else cls)
 
     def __post_init__(self):
-        super().__post_init__()
         inside = ".." not in self.name.split("/") and not self.name.startswith("/")
-        require(inside, "name", self.name, "a relative path without .., as it is part of a folder's path")
-        self._check_task()
-        self._check_devices()
+        _require(inside, "name", self.name, "a relative path without .., as it is part of a folder's path")
+        choose(self.quantities)
+        default = Model()
+        for name in set(OF_SOME_TASKS) - set(self.uses):
+            given = getattr(self.model, name)
+            _require(given == getattr(default, name), f"model.{name}", given, f"left out for task {self.task}")
         self._check_schedule()
-        require(not (self.scale_loss and self.compile), "scale_loss", self.scale_loss, "0 for compile=True")
-        if self.average_of == "best":
-            same = self.checkpoint_every == self.valid_every
-            require(same, "checkpoint_every", self.checkpoint_every, f"valid_every={self.valid_every} for the best")
-
-    def _check_task(self) -> None:
-        """Check settings that only some tasks accept."""
-        spec = TASKS.get(self.task)
-        if spec is None:  # an error where the task is looked up
-            return
-        if self.model.arch == "lstm":
-            recorded = self.record_every if self.quantities != ("gradient_norm",) else 0
-            for name, value in (("record_every", recorded), ("scale_loss", self.scale_loss)):
-                require(not value, name, value, "0 for model.arch=lstm, which has no norms")
-        longest = self.model.max_length
-        if spec.fixed_length:
-            before = 0 if self.model.recurrent else self.model.memory_at_test
-            tested = before + (self.test_context or self.context)
-            require(self.context <= longest, "context", self.context, f"at most max_length={longest}")
-            require(tested <= longest, "test_context", tested, f"at most max_length={longest}, with test_memory")
-        for name, tasks in takers().items():
-            *owner, field = name.split(".")
-            settings = getattr(self, owner[0]) if owner else self
-            given = getattr(settings, field)
-            if self.task not in tasks and given != settings.__dataclass_fields__[field].default:
-                allowed = f"left out for task {self.task}; it applies to {' and '.join(tasks)}"
-                require(False, name, given, allowed)
+        self._check_checkpoints()
+        self._check_devices()
 
     def _check_schedule(self) -> None:
         """Check settings of the schedule against steps, learning rates and validations."""
-        if self.schedule == "steps" and self.milestones:
-            first = min(self.warmup, self.steps - 1)
-            require(self.milestones[0] > first, "milestones", self.milestones, f"after the warm-up of {first} steps")
-        require(self.warmup_start <= self.lr, "warmup_start", self.warmup_start, f"at most lr={self.lr:g}")
-        falls = self.schedule != "cosine" or self.floor_lr <= self.lr * self.body_lr
-        require(falls, "floor_lr", self.floor_lr, f"at most lr * body_lr = {self.lr * self.body_lr:g}")
-        allowed = "above 0 for patience, average_of=best, schedule=validation_decay and optimizer=nt-asgd"
-        require(self.valid_every > 0 or not self.uses_validation, "valid_every", self.valid_every, allowed)
+        rising = all(a < b for a, b in zip((0, *self.milestones), self.milestones, strict=False))
+        _require(rising, "milestones", self.milestones, "steps, each later than the one before")
+        first = min(self.warmup, self.steps - 1) if self.schedule == "steps" and self.milestones else -1
+        _require(
+            first < 0 or self.milestones[0] > first, "milestones", self.milestones, f"after the warm-up of {first}"
+        )
+        warm = self.schedule != "inverse_sqrt" or self.warmup > 0
+        _require(warm, "warmup", self.warmup, "at least 1 for schedule=inverse_sqrt")
+        _require(self.warmup_start <= self.lr, "warmup_start", self.warmup_start, f"at most lr={self.lr:g}")
+        peak = self.lr * getattr(self, "body_lr", 1.0)
+        falls = self.schedule != "cosine" or self.floor_lr <= peak
+        _require(falls, "floor_lr", self.floor_lr, f"at most lr * body_lr = {peak:g}")
+        allowed = "above 0 for patience, average_of=best and schedule=validation_decay"
+        _require(self.valid_every > 0 or not self.uses_validation, "valid_every", self.valid_every, allowed)
+
+    def _check_checkpoints(self) -> None:
+        """Check which checkpoints there will be to average."""
+        _require(self.average <= self.keep, "average", self.average, f"at most keep={self.keep}")
+        _require(not self.average or self.checkpoint_every > 0, "average", self.average, "0 without checkpoint_every")
+        same = self.average_of == "last" or self.checkpoint_every == self.valid_every
+        _require(same, "checkpoint_every", self.checkpoint_every, f"valid_every={self.valid_every} for the best")
+
+    def _check_devices(self) -> None:
+        """Check settings of several processes, and of compilation."""
+        _require(not (self.scale_loss and self.compile), "scale_loss", self.scale_loss, "0 for compile=True")
+        if self.devices * self.nodes == 1:
+            return
+        together = "1: a model that carries state trains in one process"
+        _require(not self.model.recurrent, "devices * nodes", self.devices * self.nodes, together)
+        sharded = self.strategy == "fsdp2"
+        _require(not (sharded and self.record_every), "record_every", self.record_every, "0 for strategy=fsdp2")
+        if self.model.layer_drop and not isinstance(self, ImageRun | DetectionRun):  # these drop layers of samples
+            specs = (self.model.norm, *self.model.norm_at.values())
+            apart = not sharded and not any(parse(spec)[1].get("sync") for spec in specs)
+            allowed = "0 for fsdp2 and sync=True: processes that drop different layers would wait for each other"
+            _require(apart, "model.layer_drop", self.model.layer_drop, allowed)
 
     @property
     def uses_validation(self) -> bool:
         """True if scores of the validation split decide how the run goes on, or what it keeps."""
-        stagnates = self.patience or self.schedule == "validation_decay" or self.optimizer == "nt-asgd"
-        return bool(stagnates) or self.average_of == "best"
-
-    def _check_devices(self) -> None:
-        """Check settings of several processes."""
-        if self.devices * self.nodes == 1:
-            return
-        together = "1: a model that carries state trains in one process"
-        require(not self.model.recurrent, "devices * nodes", self.devices * self.nodes, together)
-        fsdp2, spec = self.strategy == "fsdp2", TASKS.get(self.task)
-        require(not (fsdp2 and self.record_every), "record_every", self.record_every, "0 for strategy=fsdp2")
-        if self.model.layer_drop and not (spec and spec.drops_samples):
-            specs = (self.model.norm, *self.model.norm_at.values())
-            apart = not fsdp2 and not any(parse(spec)[1].get("sync") for spec in specs)
-            allowed = "0 for fsdp2 and sync=True: processes that drop different layers would wait for each other"
-            require(apart, "model.layer_drop", self.model.layer_drop, allowed)
+        return bool(self.patience) or self.schedule == "validation_decay" or self.average_of == "best"
 
     def to_json(self) -> str:
         """Return the run as JSON for `from_json`."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
+    @staticmethod
+    def from_json(text: str) -> "AnyRun":
         """Read what `to_json` wrote.
-
-        Settings that an older version did not have get their defaults.
 
         Raises:
             ValueError: If the text is not JSON, or not the settings of a run.
 
-        >>> run = Run(name="toy", task="g2p", data="cmudict", steps=100)
+        >>> run = G2PRun(name="toy", data="cmudict", steps=100)
         >>> Run.from_json(run.to_json()) == run
         True
         """
         try:
-            return cls.from_dict(json.loads(text))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"not the settings of a run of this version: {error}") from None
+            return RUN.validate_json(text)
+        except ValidationError as error:
+            raise ValueError(f"not the settings of a run of this version: {explain(error)}") from None
+
+
+@settings
+class PairRun(Run):
+    """Settings of the tasks that rewrite a sequence as another one."""
+
+    uses: ClassVar[tuple[str, ...]] = ("share", *_WORDS)
+    one_shape: ClassVar[bool] = False
+
+    bucketing: bool = True
+    """Batches of sequences of similar length, with less padding; otherwise of any lengths."""
+    bucket_by: Literal["both", "source"] = "both"
+    """Bucketing by the lengths of source and target, or by the source's alone."""
+    beam: Count = 4
+    """Width of beam search."""
+    length_penalty: NotNegative = 0.6
+    """Exponent of beam search's length penalty, ((offset + length) / (offset + 1)) ** length_penalty."""
+    length_offset: NotNegative = 5.0
+    """Offset of the length penalty: 5 as Wu et al. 2016, 0 as fairseq."""
+    valid_items: Natural = 500
+    """Pairs to validate on, evenly spaced; 0: all. BLEU uses all."""
+    test_items: Natural = 2000
+    """Pairs of the test split to score, evenly spaced; 0: all."""
+
+
+@settings
+class G2PRun(PairRun):
+    """Spelling to sound."""
+
+    task: Literal["g2p"] = "g2p"
+
+
+@settings
+class TranslationRun(PairRun):
+    """Translation of text in subwords."""
+
+    uses: ClassVar[tuple[str, ...]] = ("mask_logits", "share", *_WORDS)
+
+    task: Literal["mt"] = "mt"
+    subwords: Natural = 0
+    """Size of each subword vocabulary; 0 uses the corpus' own."""
+    valid_bleu: bool = False
+    """Translate in each validation; BLEU instead of the loss then decides what is best."""
+
+
+@settings
+class LanguageRun(Run):
+    """Language modelling."""
+
+    uses: ClassVar[tuple[str, ...]] = (
+        "arch", "memory", "test_memory", "experts", "last_hidden", "weight_drop", "adaptive", *_WORDS,
+    )  # fmt: skip
+
+    task: Literal["lm"] = "lm"
+    subwords: Natural = 0
+    """Size of the subword vocabulary; 0 uses the corpus' own."""
+    context: Count = 64
+    """Words in a piece of text; a word attends to those before it in its piece."""
+    test_context: Natural = 0
+    """Words in a piece of the test split; 0 for those of `context`."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        longest, model = self.model.max_length, self.model
+        tested = (0 if model.recurrent else model.memory_at_test) + (self.test_context or self.context)
+        _require(self.context <= longest, "context", self.context, f"at most max_length={longest}")
+        _require(tested <= longest, "test_context", tested, f"at most max_length={longest}, with test_memory")
+        if model.arch == "lstm":
+            recorded = self.record_every if self.quantities != ("gradient_norm",) else 0
+            for name, value in (("record_every", recorded), ("scale_loss", self.scale_loss)):
+                _require(not value, name, value, "0 for model.arch=lstm, which has no norms")
+
+
+@settings
+class DigitsRun(Run):
+    """Classification of the digits of scikit-learn."""
+
+    task: Literal["digits"] = "digits"
+
+
+@settings
+class ImageRun(Run):
+    """Image classification, from scratch or by fine-tuning."""
+
+    uses: ClassVar[tuple[str, ...]] = ("arch", "image_size", "patch")
+
+    task: Literal["images"] = "images"
+    images: Images = Field(default_factory=Images)
+    """Augmentation."""
+    weights: str = ""
+    """Fine-tuning: weights to start from, a safetensors file or a run folder; a new head is initialized."""
+    body_lr: NotNegative = 1.0
+    """Fine-tuning: learning rate of all parameters but the head's, as a fraction of lr."""
+    ema: Below1 = 0.0
+    """Decay of a moving average of the weights, which is scored and saved; 0 for none."""
+    broken: Literal["skip", "refuse"] = "skip"
+    """Unreadable images and unexpected counts: skip and count them, or stop."""
+    workers: Natural = 0
+    """Processes that read and augment; 0 uses the training process."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        _require(not (self.ema and self.average), "ema", self.ema, "0 with average: one average is enough")
+        whole = "0 for strategy=fsdp2: it needs the whole model in each process"
+        _require(not (self.ema and self.strategy == "fsdp2"), "ema", self.ema, whole)
+
+
+@settings
+class DetectionRun(Run):
+    """Object detection."""
+
+    uses: ClassVar[tuple[str, ...]] = ("arch",)
+    one_shape: ClassVar[bool] = False
+
+    task: Literal["detection"] = "detection"
+    label_smoothing: Annotated[float, Field(ge=0, le=0)] = 0.0
+    """None: the losses are those of torchvision's detectors."""
+    bucketing: bool = True
+    """Batches of images of similar aspect ratio."""
+    weights: str = ""
+    """Weights of the backbone to start from, a safetensors file or a run folder."""
+    broken: Literal["skip", "refuse"] = "skip"
+    """Unreadable images and unusable boxes: skip and count them, or stop."""
+    workers: Natural = 0
+    """Processes that read and augment; 0 uses the training process."""
+    valid_items: Natural = 500
+    """Images to validate on, evenly spaced; 0: all."""
+    test_items: Natural = 2000
+    """Images of the test split to score, evenly spaced; 0: all."""
+
+
+RUNS = {
+    "g2p": G2PRun,
+    "mt": TranslationRun,
+    "lm": LanguageRun,
+    "digits": DigitsRun,
+    "images": ImageRun,
+    "detection": DetectionRun,
+}
+AnyRun = G2PRun | TranslationRun | LanguageRun | DigitsRun | ImageRun | DetectionRun
+RUN: TypeAdapter[AnyRun] = TypeAdapter(Annotated[AnyRun, Field(discriminator="task")])
+
+
+def _require(ok: bool, name: str, value: Any, allowed: str) -> None:
+    if not ok:
+        raise ValueError(f"{name} must be {allowed}; got {value!r}")

@@ -10,7 +10,7 @@ from torch import Tensor
 from normkit_papers.data.vocab import BOS, EOS, PAD
 from normkit_papers.models.blocks import Cache
 from normkit_papers.models.mt import Seq2Seq
-from normkit_papers.train.settings import Evaluation
+from normkit_papers.train.config import PairRun
 
 
 class Hypotheses(NamedTuple):
@@ -22,43 +22,6 @@ class Hypotheses(NamedTuple):
 
 Search = Callable[[Seq2Seq, Tensor, int | Tensor], Hypotheses]
 """A search: model, source and the longest output give hypotheses."""
-
-
-@torch.no_grad()
-def greedy(model: Seq2Seq, source: Tensor, max_length: int | Tensor = 64) -> Hypotheses:
-    """Choose the most likely next symbol until the end.
-
-    A sentence that has ended leaves the batch. The result does not depend on the other sentences of the batch.
-
-    Args:
-        model: The model.
-        source: `[batch, time]`.
-        max_length: Longest output, one number for all sentences or one for each.
-
-    Returns:
-        Sequences, scored by the sum of log probabilities including the end.
-
-    Raises:
-        ValueError: If `max_length` is below 1.
-    """
-    limit, found = _prepare(max_length, source)
-    memory, real = model.encode(source)
-    scores = torch.zeros(len(source), device=source.device, dtype=torch.float64)
-    active = torch.arange(len(source), device=source.device)  # sentence of each row
-    last = torch.full((len(source), 1), BOS, device=source.device)
-    cache: Cache = {}
-    for step in range(found.shape[1]):
-        log_p, symbol = _next(model.decode(last, memory, real, cache, step)).max(-1)
-        found[active, step] = symbol
-        scores[active] += log_p
-        rows = ((symbol != EOS) & (step + 1 < limit[active])).nonzero().flatten()
-        if not len(rows):
-            break
-        if len(rows) < len(active):
-            active, symbol, memory, real = active[rows], symbol[rows], memory[rows], real[rows]
-            cache = {name: tuple(kept[rows] for kept in block) for name, block in cache.items()}
-        last = symbol[:, None]
-    return Hypotheses([_cut(row) for row in found.tolist()], scores.tolist())
 
 
 @torch.no_grad()
@@ -140,7 +103,12 @@ def beam(
     return Hypotheses([_cut(row) for row in found.tolist()], best.tolist())
 
 
-def beam_search(settings: Evaluation) -> Search:
+def greedy(model: Seq2Seq, source: Tensor, max_length: int | Tensor = 64) -> Hypotheses:
+    """Choose the most likely next symbol until the end: a beam of one without length penalty."""
+    return beam(model, source, max_length, width=1, length_penalty=0.0)
+
+
+def beam_search(settings: PairRun) -> Search:
     """Return `beam` with the settings of a run."""
     return functools.partial(
         beam, width=settings.beam, length_penalty=settings.length_penalty, length_offset=settings.length_offset

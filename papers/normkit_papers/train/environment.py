@@ -38,7 +38,7 @@ def environment(device: str = "auto", count: int = 1) -> dict[str, object]:
         "dirty": dirty,
         "normkit": normkit.__version__,
         "torch": torch.__version__,
-        "lightning": _version("lightning"),
+        "lightning": importlib.metadata.version("lightning"),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "device": name if count == 1 else f"{count} x {name}",
@@ -61,13 +61,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _processor() -> str:

@@ -10,12 +10,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from normkit.norms import Norm
-from normkit_papers.train.checkpoints import model_state, read_checkpoint
-from normkit_papers.train.lightning import lightning
+from normkit_papers.train.lightning import lightning, make_trainer, run_trainer
 from normkit_papers.train.progress import Progress
 from normkit_papers.train.task import decay_groups
-from normkit_papers.train.trainer import make_trainer, run_trainer
-from normkit_papers.train.weights import check_fit
+from normkit_papers.train.weights import check_fit, model_state, read_checkpoint
 
 CLIP = 1.0  # largest norm of a gradient
 BETAS = (0.9, 0.98)  # momentums of AdamW

@@ -1,28 +1,29 @@
-"""Run folders: settings, vocabularies, weights; a lock while a run writes one."""
+"""Run folders: settings, vocabularies, weights, result; a lock while a run writes one."""
 
 import contextlib
 import dataclasses
 import json
-import os
-import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from filelock import FileLock, Timeout
 from torch import nn
 
 from normkit._util import truncate, write_whole
+from normkit_papers import results
 from normkit_papers.data.subwords import vocabulary
 from normkit_papers.data.vocab import Vocab
-from normkit_papers.report import results
-from normkit_papers.report.settings import flat
 from normkit_papers.train.build import Vocabularies, build_model
 from normkit_papers.train.config import Run
 from normkit_papers.train.weights import load_weights, save_weights
 
+CHECKPOINTS = "checkpoints"
+BEST = "best"  # checkpoints of the best validations
+
 OUTPUTS = (
-    "checkpoints/*.ckpt", "checkpoints/.step-*.ckpt.*", "outputs/*.txt", "model.safetensors", "result.json",
-    "progress.json", "rows.csv",
+    "checkpoints/*.ckpt", "best/*.ckpt", "tensorboard/*", "outputs/*.txt", "model.safetensors", "rows.csv",
+    results.FILE,
 )  # fmt: skip
 """Files that a run writes. Those of an earlier run are removed, or its weights would be taken for this one's."""
 
@@ -40,8 +41,6 @@ FOREIGN = ("model*.safetensors", "pytorch_model*", "*.index.json", "vocab.json")
 
 MOVABLE = ("name", "device", "threads", "workers")
 """Settings that may change when a run is resumed: they do not change its result."""
-
-LOCK = ".lock"
 
 
 class Locked(ValueError):
@@ -78,10 +77,9 @@ def save(folder: str | Path, loaded: Loaded) -> None:
     Raises:
         ValueError: If the settings do not describe the model.
     """
-    run, model, vocabularies = loaded
     folder = Path(folder)
-    write_run(folder, run, vocabularies)
-    save_weights(model, folder / "model.safetensors")
+    write_run(folder, loaded.run, loaded.vocabularies)
+    save_weights(loaded.model, folder / "model.safetensors")
     load(folder)
 
 
@@ -129,41 +127,6 @@ def read_vocabularies(folder: Path) -> dict[str, Vocab]:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
 
-def foreign_files(folder: Path) -> str:
-    """Name the first files of something else than a run in a folder; empty if there are none."""
-    found = [path for pattern in (*OUTPUTS, *FOREIGN) for path in folder.glob(pattern)]
-    if (folder / "run.json").is_file() or [path.name for path in found] == ["progress.json"]:
-        return ""
-    return ", ".join(dict.fromkeys(str(path.relative_to(folder)) for path in found[:3]))
-
-
-def check_resumable(folder: Path, run: Run) -> None:
-    """Raise a ValueError if the folder has a run with other settings."""
-    if not (folder / "run.json").exists():
-        return
-    found = differences(dataclasses.asdict(read_run(folder)), run)
-    changed = [f"{name} ({before}, not {now})" for name, (before, now) in found.items()]
-    if changed:
-        raise ValueError(f"{folder} holds a run with another {', '.join(changed)}; resume with its own settings")
-
-
-def differences(found: Mapping[str, Any], run: Run) -> dict[str, tuple[Any, Any]]:
-    """Return the settings in which others differ from a run: their value and the run's.
-
-    Those in MOVABLE are left out. Settings that an older version did not have get their defaults.
-    """
-    defaults, now = (flat(dataclasses.asdict(each)) for each in (Run(name="", task="", data="", steps=1), run))
-    before = {name: tuple(value) if isinstance(value, list) else value for name, value in flat(found).items()}
-    both = {name: (before.get(name, defaults.get(name)), value) for name, value in now.items()}
-    return {name: pair for name, pair in both.items() if name not in MOVABLE and pair[0] != pair[1]}
-
-
-def read_ended(folder: Path, run: Run) -> dict[str, Any] | None:
-    """Return the result of this run, if the folder has it and it ended by itself."""
-    found = results.ended(folder)
-    return None if found is None or differences(found["run"], run) else found
-
-
 def check_vocabularies(run: str, before: Vocabularies, vocabularies: Vocabularies) -> None:
     """Raise a ValueError if the data has other words or classes than a run had."""
     for name, vocab in vocabularies.items():
@@ -175,54 +138,75 @@ def check_vocabularies(run: str, before: Vocabularies, vocabularies: Vocabularie
             )
 
 
+def differences(found: Mapping[str, Any], run: Run) -> dict[str, tuple[Any, Any]]:
+    """Return the settings in which others differ from a run: their value and the run's; not those in MOVABLE."""
+    before, now = (_flat(json.loads(json.dumps(tree))) for tree in (found, dataclasses.asdict(run)))
+    names = dict.fromkeys((*now, *before))
+    both = {name: (before.get(name), now.get(name)) for name in names if name not in MOVABLE}
+    return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Flatten a run's settings, and those of its parts, to dotted names."""
+    parts = {name: value for name, value in tree.items() if isinstance(value, dict)}
+    nested = {f"{name}.{inner}": value for name, part in parts.items() for inner, value in part.items()}
+    return {name: value for name, value in tree.items() if name not in parts} | nested
+
+
+def check_resumable(folder: Path, run: Run) -> None:
+    """Raise a ValueError if the folder has a run with other settings."""
+    if (folder / "run.json").exists():
+        found = differences(dataclasses.asdict(read_run(folder)), run)
+        changed = [f"{name} ({before}, not {now})" for name, (before, now) in found.items()]
+        if changed:
+            raise ValueError(f"{folder} holds a run with another {', '.join(changed)}; resume with its own settings")
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """List the checkpoints of a run folder to resume from, oldest first."""
+    return sorted((folder / CHECKPOINTS).glob("step-*.ckpt"))
+
+
+def foreign_files(folder: Path) -> str:
+    """Name the first files of something else than a run in a folder; empty if there are none."""
+    if (folder / "run.json").is_file():
+        return ""
+    found = [path for pattern in (*OUTPUTS, *FOREIGN) for path in folder.glob(pattern)]
+    return ", ".join(dict.fromkeys(str(path.relative_to(folder)) for path in found[:3]))
+
+
+def clear(folder: Path, patterns: tuple[str, ...]) -> None:
+    """Remove files of an earlier run, and what killed processes left of unfinished checkpoints."""
+    for pattern in (*patterns, f"{CHECKPOINTS}/.*", f"{BEST}/.*"):
+        for path in folder.glob(pattern):
+            if path.is_file():
+                path.unlink()
+    for name in (*MODELS, "tensorboard"):
+        with contextlib.suppress(OSError):  # there is none, or it has further files
+            (folder / name).rmdir()
+
+
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a run folder inside the block.
-
-    The system releases the lock of a process that dies, so a lock never stays behind; its file may.
+    """Lock a run folder inside the block; the system releases the lock of a process that dies.
 
     Raises:
         Locked: If another process holds the lock.
     """
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / LOCK
+    path = folder / ".lock"
     try:
-        with _open_locked(path, fcntl) as file:
-            file.truncate(0)  # what a killed process left
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
+        with FileLock(path, blocking=False):
             try:
                 yield
             finally:
                 path.unlink(missing_ok=True)
+    except Timeout:
+        raise Locked(
+            f"{folder} is being written by another process; wait for its end, stop it, or name another folder (--out)"
+        ) from None
     finally:
         if new:
             with contextlib.suppress(OSError):  # it has content
                 folder.rmdir()
-
-
-def _open_locked(path: Path, fcntl):
-    """Open and lock a file; retry if its last owner removed it in between."""
-    while True:
-        file = path.open("a+", encoding="utf8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            with file:
-                owner = file.read().strip()[:200] or "another process"
-            raise Locked(
-                f"{path.parent} is being written by {owner}; wait for its end, stop it, or name another folder (--out)"
-            ) from None
-        except OSError:  # a file system without locks
-            return file
-        with contextlib.suppress(FileNotFoundError):  # another process may remove the file now
-            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
-                return file
-        file.close()

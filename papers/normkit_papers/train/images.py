@@ -1,51 +1,70 @@
-"""Image classification, from scratch or by fine-tuning, also with mixed labels."""
+"""Image classification, from scratch or by fine-tuning; the digits of scikit-learn.
 
+torchvision crops, flips, erases and mixes; timm has the RandAugment that Vision Transformers are trained with. All of
+them draw from global generators, so these are seeded for each batch and restored afterwards. A batch depends on the
+run's seed and its number only, whichever process makes it.
+"""
+
+import contextlib
 import itertools
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from normkit_papers.data.batches import endless
+from normkit_papers.data.batches import batches_of, endless
 from normkit_papers.data.images import Broken, ImageData, ImageSplit, decode, image_batches
-from normkit_papers.train.augment import ImageAugmentation
-from normkit_papers.train.config import Run
-from normkit_papers.train.ema import moving_average
-from normkit_papers.train.finetune import head_of, start_from
+from normkit_papers.models.torchvision_ops import load_torchvision
+from normkit_papers.train.config import ImageRun, Images
+from normkit_papers.train.lightning import WeightAveraging, lightning
 from normkit_papers.train.task import Batch, Task, decay_groups
+from normkit_papers.train.weights import head_of, start_from
 
 TEST_BATCH = 256  # images
+SHARP = 4  # times the model's size: a smaller image would be visible in the smallest crop, 8 % of its area
+FILL = 0.45  # of the image's size: the longest translation of RandAugment, as in timm
 Request = tuple[int, Sequence[int]]  # the number of a batch and its images
 
 
-class ImageBatches(Dataset):
-    """Batches of images and labels, chosen by the number of a batch and those of its images.
+class Classification(Task):
+    """Digits, which fit into memory: cross-entropy of the classes; accuracy in percent."""
 
-    They come with the error messages of images that cannot be read. The process that asks for a batch makes it.
-    """
+    def batches(self, start: int, stride: int = 1) -> Iterator[Batch]:
+        """Yield random batches of `batch_tokens` images."""
+        images, labels = self.data.train
+        run = self.settings
 
-    def __init__(self, split: ImageSplit, augmentation: ImageAugmentation, seed: int | None):
-        self.split, self.augmentation, self.seed = split, augmentation, seed  # no seed: as at inference
+        def order(epoch: int) -> list[np.ndarray]:
+            return batches_of([1] * len(labels), run.batch_tokens, bucketing=False, seed=run.seed, epoch=epoch)
 
-    def __getitem__(self, request: Request) -> tuple[Tensor, Tensor, list[str]]:
-        """Return images, labels, and error messages of images that cannot be read."""
-        number, items = request
-        images, kept, broken = [], [], []
-        for item in items:
-            try:
-                images.append(decode(self.split, item, self.augmentation.least))
-                kept.append(item)
-            except Broken as error:
-                broken.append(str(error))
-        labels = torch.from_numpy(self.split.labels[kept])
-        if not images:
-            return torch.empty(0), labels, broken
-        if self.seed is None:
-            return *self.augmentation.test(images, labels), broken
-        return *self.augmentation.train(images, labels, self.seed * 1_000_003 + number), broken
+        return endless(order, lambda items: _batch(images[items], labels[items]), start, stride)
+
+    def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
+        """Return the cross-entropy."""
+        images, labels = batch.tensors
+        return F.cross_entropy(self.model(images), labels, label_smoothing=smoothing)
+
+    def validation_batches(self) -> list[Batch]:
+        """Return the validation split as one batch."""
+        return [_batch(*self.data.valid)]
+
+    @torch.no_grad()
+    def score_test(self) -> dict[str, float]:
+        """Return loss and accuracy."""
+        batch = self.on_device(_batch(*self.data.test))
+        self.model.eval()
+        images, labels = batch.tensors
+        right = (self.model(images).argmax(1) == labels).double().mean()
+        return {"loss": self.mean_loss([batch]), "accuracy": 100 * float(right), "n": batch.words}
+
+
+def _batch(images: Tensor, labels: Tensor) -> Batch:
+    return Batch((images, labels), len(labels), len(labels))
 
 
 class ImageClassification(Task):
@@ -55,22 +74,27 @@ class ImageClassification(Task):
     """
 
     data: ImageData
+    settings: ImageRun
 
-    def __init__(self, run: Run, model: nn.Module, data: ImageData):
+    def __init__(self, run: ImageRun, model: nn.Module, data: ImageData):
         super().__init__(run, model, data)
         self.augmentation = ImageAugmentation(run.images, data, run.model.image_size)
         self.classes = len(data.vocabularies["classes"].plain())
-        if run.weights:
-            self.initialized = start_from(run.weights, model, head_of(model, self.classes))
-        elif run.body_lr != 1:
-            raise ValueError(
-                f"body_lr={run.body_lr:g} is for fine-tuning; name the weights to start from, --weights FILE"
-            )
+        self.initialized: list[str] = []
         if run.images.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[reportCallIssue]
-        if run.ema and run.strategy == "fsdp2":
-            raise ValueError("ema needs the whole model in each process, unlike strategy=fsdp2; use strategy=ddp")
-        self.ema = moving_average(model, run.ema) if run.ema else None
+
+    def load_pretrained(self) -> None:
+        """Load the weights from which fine-tuning starts."""
+        run = self.settings
+        if run.weights:
+            self.initialized = start_from(run.weights, self.model, head_of(self.model, self.classes))
+        elif run.body_lr != 1:
+            raise ValueError(f"body_lr={run.body_lr:g} needs weights to start from; give --weights FILE")
+
+    def callbacks(self) -> list[lightning.Callback]:
+        """Return the moving average of the weights, if the run keeps one."""
+        return [moving_average(self.settings.ema)] if self.settings.ema else []
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -111,12 +135,6 @@ class ImageClassification(Task):
         """Compute the logits."""
         return self._logits(model, self.on_device(batch).tensors[0])
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        """Step, then update the moving average of the weights."""
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        if self.ema is not None:
-            self.ema.update_parameters(self.model)
-
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return matrices and vectors, of the head with `lr` and of the rest with `body_lr * lr`.
 
@@ -133,26 +151,22 @@ class ImageClassification(Task):
 
     # -- scores -------------------------------------------------------------------------------------------------------
 
-    def finish_training(self) -> None:
-        """Replace the weights by their moving average."""
-        if self.ema is not None and int(self.ema.n_averaged):
-            self.model.load_state_dict(self.ema.module.state_dict())
-
     def validate(self) -> dict[str, float]:
         """Return loss and accuracies of the validation split."""
-        found = self._score(self.model if self.ema is None else self.ema.module, self.data.valid)
+        found = self._score(self.data.valid)
         return {name: found[name] for name in ("loss", "accuracy", "top5")}
 
     def score_test(self) -> dict[str, float]:
         """Return loss and accuracies of the test split."""
-        return self._score(self.model, self.data.test)
+        return self._score(self.data.test)
 
     @torch.no_grad()
-    def _score(self, model: nn.Module, split: ImageSplit) -> dict[str, float]:
+    def _score(self, split: ImageSplit) -> dict[str, float]:
         """Return the mean loss, and accuracies in percent with their sampling error."""
         from torchmetrics.classification import MulticlassAccuracy
 
-        was, count = model.training, len(split.labels)
+        model, count = self.model, len(split.labels)
+        was = model.training
         tops = {"accuracy": 1, "top5": min(5, self.classes)}
         metrics = {
             name: MulticlassAccuracy(self.classes, top_k=k, average="micro").to(self.device) for name, k in tops.items()
@@ -188,7 +202,152 @@ class ImageClassification(Task):
         facts["splits"] = {name: len(getattr(self.data, name).labels) for name in ("train", "valid", "test")}
         facts["classes"] = self.classes
         if self.settings.weights:
-            facts["weights"] = {"from": self.settings.weights, "begun_anew": self.initialized}
+            facts["weights"] = {"from": self.settings.weights, "initialized": self.initialized}
         if self.data.notes:
             facts["notes"] = list(self.data.notes)
         return facts
+
+
+def moving_average(decay: float) -> WeightAveraging:
+    """Return Lightning's moving average of the weights, with buffers.
+
+    Floating-point buffers (statistics, PyTorch's `running_mean`) are averaged too: averages describe the features of
+    averaged weights better than the last step's do. Integers, such as steps, are copied; Lightning's own
+    EMAWeightAveraging averages and truncates them.
+    """
+
+    def update(averaged: list[Tensor], new: list[Tensor], count: Tensor | int) -> None:
+        for old, value in zip(averaged, new, strict=True):
+            if old.is_floating_point():
+                old.lerp_(value, 1 - decay)
+            else:
+                old.copy_(value)
+
+    return WeightAveraging(multi_avg_fn=update)
+
+
+class ImageBatches(Dataset):
+    """Batches of images and labels, chosen by the number of a batch and those of its images.
+
+    They come with the error messages of images that cannot be read. The process that asks for a batch makes it.
+    """
+
+    def __init__(self, split: ImageSplit, augmentation: "ImageAugmentation", seed: int | None):
+        self.split, self.augmentation, self.seed = split, augmentation, seed  # no seed: as at inference
+
+    def __getitem__(self, request: Request) -> tuple[Tensor, Tensor, list[str]]:
+        """Return images, labels, and error messages of images that cannot be read."""
+        number, items = request
+        images, kept, broken = [], [], []
+        for item in items:
+            try:
+                images.append(decode(self.split, item, self.augmentation.least))
+                kept.append(item)
+            except Broken as error:
+                broken.append(str(error))
+        labels = torch.from_numpy(self.split.labels[kept])
+        if not images:
+            return torch.empty(0), labels, broken
+        if self.seed is None:
+            return *self.augmentation.test(images, labels), broken
+        return *self.augmentation.train(images, labels, self.seed * 1_000_003 + number), broken
+
+
+class ImageAugmentation:
+    """Makes tensors `[batch, 3, size, size]` of images, and labels or label mixtures."""
+
+    def __init__(self, settings: Images, data: ImageData, size: int):
+        load_torchvision()
+        from torchvision.transforms import v2
+
+        classes = len(data.vocabularies["classes"].plain())
+        self.least = SHARP * size  # pixels per side at which large images are decoded, at least
+        self.mean, self.std = (torch.tensor(value).view(3, 1, 1) for value in (data.mean, data.std))
+        self.train_view = v2.Compose(_training(settings, size, data.mean))
+        noise: Any = "random"  # the annotation allows numbers only
+        self.erase = v2.RandomErasing(settings.erase, value=noise) if settings.erase else None
+        bicubic = v2.InterpolationMode.BICUBIC
+        whole = [v2.Resize(round(size / settings.test_crop), bicubic), v2.CenterCrop(size), v2.PILToTensor()]
+        self.test_view = v2.Compose(whole)
+        kinds = [(settings.mixup, v2.MixUp), (settings.cutmix, v2.CutMix)]
+        mixes = [kind(alpha=alpha, num_classes=classes) for alpha, kind in kinds if alpha]
+        shares = [1 - settings.mix_switch, settings.mix_switch]
+        self.mix = v2.RandomChoice(mixes, shares) if len(mixes) == 2 else mixes[0] if mixes else None
+        self.mix_prob, self.classes = settings.mix_prob, classes
+
+    def train(self, images: Sequence[Any], labels: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        """Augment a training batch; the same seed gives the same batch."""
+        with seeded(seed):
+            batch = self._normalize([self.train_view(image) for image in images])
+            if self.erase is not None:
+                batch = torch.stack([self.erase(image) for image in batch])
+            if self.mix is not None:
+                if float(torch.rand(())) < self.mix_prob:
+                    return self.mix(batch, labels)
+                labels = F.one_hot(labels, self.classes).to(batch)
+            return batch, labels
+
+    def test(self, images: Sequence[Any], labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Crop the centre of each image."""
+        return self._normalize([self.test_view(image) for image in images]), labels
+
+    def _normalize(self, images: list[Tensor]) -> Tensor:
+        return torch.stack(images).float().div_(255).sub_(self.mean).div_(self.std)
+
+
+def _training(settings: Images, size: int, mean: tuple[float, float, float]) -> list[Any]:
+    """Return transforms of a PIL image to uint8 `[3, size, size]`."""
+    from torchvision.transforms import v2
+
+    bicubic = v2.InterpolationMode.BICUBIC
+    if settings.crop == "area":
+        steps: list[Any] = [v2.RandomResizedCrop(size, interpolation=bicubic)]
+    elif settings.crop == "pad":
+        steps = [v2.Resize(size, bicubic), v2.RandomCrop(size, padding=settings.padding)]
+    else:
+        steps = [v2.Resize((size, size), bicubic)]
+    if settings.flip:
+        steps.append(v2.RandomHorizontalFlip(settings.flip))
+    if settings.rand_augment:
+        steps.append(_rand_augment(settings.rand_augment, size, mean))
+    return [*steps, v2.PILToTensor()]
+
+
+def _rand_augment(name: str, size: int, mean: tuple[float, float, float]) -> Any:
+    """Return timm's RandAugment of a name."""
+    from timm.data import auto_augment
+
+    posterize = auto_augment.posterize
+    # timm keeps 0 bits at magnitude 9, which Pillow 13 refuses and earlier ones turned to black
+    black = {
+        "PosterizeIncreasing": lambda image, bits, **_: posterize(image, bits) if bits else image.point(lambda _: 0)
+    }
+    auto_augment.NAME_TO_OP.update(black)
+    color = tuple(round(255 * value) for value in mean)
+    try:
+        return auto_augment.rand_augment_transform(name, {"translate_const": int(size * FILL), "img_mean": color})
+    except (AssertionError, ValueError):  # timm's have no name of the setting
+        example = "a name of timm, such as rand-m9-mstd0.5-inc1"
+        raise ValueError(f"images.rand_augment must be {example}; got {name!r}") from None
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators of PyTorch (CPU), NumPy and Python inside the block, and restore them after it.
+
+    >>> with seeded(1):
+    ...     first = torch.rand(())
+    >>> with seeded(1):
+    ...     print(bool(torch.rand(()) == first))
+    True
+    """
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    random.seed(seed)
+    try:
+        yield
+    finally:  # Lightning's isolate_rng restores nothing after an exception, such as Ctrl-C
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])  # noqa: NPY002
+        random.setstate(before[2])

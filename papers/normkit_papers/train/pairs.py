@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch.nn.functional as F
 
-from normkit_papers.data.batches import batches_of, rounded
+from normkit_papers.data.batches import batches_of
 from normkit_papers.data.ragged import Ragged
 from normkit_papers.data.vocab import BOS, PAD
 from normkit_papers.train.task import Batch
@@ -17,8 +17,6 @@ class PairTable:
     >>> table = PairTable.of([([4, 5, 2], [6, 2]), ([4, 2], [7, 2])])
     >>> [tensor.tolist() for tensor in table.batch([1]).tensors]
     [[[4, 2]], [[1, 7]], [[7, 2]]]
-    >>> [tensor.shape[1] for tensor in table.batch([0], static=6).tensors]
-    [6, 6, 6]
     """
 
     def __init__(self, source: Ragged, target: Ragged, rows: np.ndarray | None = None):
@@ -39,11 +37,10 @@ class PairTable:
         """Return a table of some pairs."""
         return PairTable(self.source, self.target, self.rows[np.asarray(items)])
 
-    def batch(self, items: Sequence[int] | np.ndarray, static: int = 0) -> Batch:
-        """Return source, decoder input and target; `static` is the most to pad them to."""
+    def batch(self, items: Sequence[int] | np.ndarray) -> Batch:
+        """Return source, decoder input and target."""
         rows = self.rows[np.asarray(items)]
-        length = min(rounded(int(self.both[np.asarray(items)].max())), static) if static else 0
-        source, target = self.source.padded(rows, length), self.target.padded(rows, length)
+        source, target = self.source.padded(rows), self.target.padded(rows)
         given = F.pad(target[:, :-1], (1, 0), value=BOS).masked_fill_(target == PAD, PAD)
         return Batch((source, given, target), len(items), int(self.target.sizes[rows].sum()))
 

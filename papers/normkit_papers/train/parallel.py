@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from normkit.kernels.sync import is_distributed
 from normkit_papers.models.blocks import Layer
 from normkit_papers.train.config import Run
 from normkit_papers.train.distributed_env import is_rank_zero
@@ -20,17 +19,24 @@ from normkit_papers.train.environment import device_type
 
 
 def check_devices(run: Run) -> None:
-    """Raise a ValueError if a run needs GPUs that this machine lacks, or too many processes."""
+    """Raise a ValueError if a run needs GPUs that this machine lacks, or another number of processes than there is."""
     there, cores = torch.cuda.device_count(), os.cpu_count() or 1
-    on_gpus = device_type(run.device) == "cuda"
+    on_gpus, count = device_type(run.device) == "cuda", run.devices * run.nodes
     if on_gpus and run.devices > there:
-        gpus, advice = ("1 GPU", "") if run.devices == 1 else (f"{run.devices} GPUs", "a smaller --devices, or ")
-        raise ValueError(f"the run is for {gpus}, PyTorch finds {there} here; give {advice}--device cpu")
+        raise ValueError(
+            f"the run is for {run.devices} GPUs, PyTorch finds {there} here; give --device cpu, or --devices"
+        )
     if run.precision == "16-mixed" and not on_gpus:  # Lightning would train in bfloat16
         raise ValueError("precision=16-mixed needs a GPU; give --precision bf16-mixed or 32-true")
     if run.devices > 4 * cores and not on_gpus:
+        raise ValueError(f"the run is for {run.devices} processes, and this machine has {cores} cores; give --devices")
+    started = os.environ.get("WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
+    if (count == 1 and not is_rank_zero()) or started not in (None, str(count)):
+        given = (
+            f"torchrun started {started} processes" if started else "this process is one of several by its variables"
+        )
         raise ValueError(
-            f"the run is for {run.devices} processes, and this machine has {cores} cores; --devices {cores} or fewer"
+            f"{given}, but the run is for {run.devices} on each of {run.nodes} hosts; give --devices, --nodes"
         )
 
 
@@ -47,7 +53,7 @@ def make_strategy(run: Run) -> Any:
     return strategies.DDPStrategy(broadcast_buffers=False, find_unused_parameters=run.model.layer_drop > 0)
 
 
-def cluster_plugins() -> list[Any]:
+def cluster_plugins() -> tuple[Any, ...]:
     """Return Lightning's plugin for SLURM, without requeueing, if SLURM is the launcher.
 
     Requeueing would save a checkpoint of Lightning's own in the run folder, and a later run would resume from it.
@@ -56,13 +62,13 @@ def cluster_plugins() -> list[Any]:
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
     if TorchElasticEnvironment.detect() or not SLURMEnvironment.detect():
-        return []
-    return [SLURMEnvironment(auto_requeue=False)]
+        return ()
+    return (SLURMEnvironment(auto_requeue=False),)
 
 
 def all_gather(value: Any) -> list[Any]:
     """Return the values of all processes, which must all call this; of one, its own."""
-    if not is_distributed():
+    if not torch.distributed.is_initialized():
         return [value]
     every: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, value)

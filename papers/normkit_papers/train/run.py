@@ -12,35 +12,33 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from normkit._util import write_whole
 from normkit.bench import use_threads
-from normkit.kernels.sync import is_distributed
-from normkit_papers.report import results
+from normkit_papers import results
+from normkit_papers.singular_values import embedding_rows
 from normkit_papers.tasks import TASKS
 from normkit_papers.train.build import build_model
-from normkit_papers.train.callbacks import RunCallback
-from normkit_papers.train.checkpoints import checkpoints, model_state, read_checkpoint, remove_temporary
+from normkit_papers.train.callback import RunCallback, checkpointing, to_average
 from normkit_papers.train.config import Run
-from normkit_papers.train.distributed_env import check_launched, is_rank_zero
+from normkit_papers.train.distributed_env import is_rank_zero
 from normkit_papers.train.environment import device_type, environment
 from normkit_papers.train.folder import (
     DERIVED,
-    MODELS,
     OUTPUTS,
     check_resumable,
     check_vocabularies,
+    checkpoints,
+    clear,
+    differences,
     foreign_files,
     locked,
-    read_ended,
     read_vocabularies,
     write_run,
 )
-from normkit_papers.train.nt_asgd import use_average
-from normkit_papers.train.parallel import check_devices, make_strategy, unshard
+from normkit_papers.train.lightning import Watch, make_trainer, run_trainer
+from normkit_papers.train.parallel import check_devices, cluster_plugins, make_strategy, unshard
 from normkit_papers.train.progress import Progress
 from normkit_papers.train.source import source
 from normkit_papers.train.task import Task
-from normkit_papers.train.trainer import make_trainer, run_trainer
-from normkit_papers.train.utilization import utilization
-from normkit_papers.train.weights import check_fit, mean_weights, save_weights
+from normkit_papers.train.weights import check_fit, mean_weights, model_state, read_checkpoint, save_weights
 
 # implementations of attention but cuDNN's, which plans for each new shape of a batch
 ANY_SHAPE = [
@@ -62,7 +60,8 @@ def train(
     """Train a run into a folder, score the model on the test split, and write result.json.
 
     Files of an earlier run in the folder are replaced, but only after the data has been read and the model built. A run
-    whose loss is not finite ends with status "diverged at step N" and has no scores.
+    whose loss is not finite ends with status "diverged at step N" and has no scores. `tensorboard --logdir FOLDER`
+    shows the curves while it trains.
 
     Args:
         run: What to train.
@@ -81,7 +80,6 @@ def train(
         ValueError: If a name is unknown, another run is in the folder or writes into it, a checkpoint cannot be read,
             GPUs are missing, or a launcher started another number of processes than the run needs.
     """
-    check_launched(run.devices, run.nodes)
     check_devices(run)
     folder = Path(folder)
     callback = RunCallback(run, folder, on_progress)
@@ -94,10 +92,10 @@ def train(
     with locked(folder) if is_rank_zero() else contextlib.nullcontext():
         if resume:
             check_resumable(folder, run)
-            if run.devices * run.nodes == 1 and (ended := read_ended(folder, run)):  # perhaps by another process
+            ended = results.ended(folder) if run.devices * run.nodes == 1 else None  # perhaps by another process
+            if ended and not differences(ended["run"], run):
                 return ended
-        varied = TASKS[run.task].bucketed and not run.static
-        with use_threads(run.threads), sdpa_kernel(ANY_SHAPE) if varied else contextlib.nullcontext():
+        with use_threads(run.threads), contextlib.nullcontext() if run.one_shape else sdpa_kernel(ANY_SHAPE):
             try:
                 data = read_data()
             except _Interrupted:
@@ -105,25 +103,34 @@ def train(
             torch.manual_seed(run.seed)
             model = build_model(run.task, run.model, data.vocabularies)
             task = TASKS[run.task].load("module")(run, model, data)
-            _fit(task, callback, resume)
-            if is_distributed():
+            watch = _fit(task, callback, resume)
+            if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()  # metrics and norms would wait for processes that have ended
             if not is_rank_zero():
                 raise SystemExit(0)
-            return _finish(task, callback, on_stage, command)
+            return _finish(task, callback, watch, on_stage, command)
 
 
-def _fit(task: Task, callback: RunCallback, resume: bool) -> None:
-    """Train to the last step, to a divergence, or until an interrupt."""
-    run = task.settings
-    checkpoint = next(reversed(checkpoints(callback.folder)), None) if resume else None
+def _fit(task: Task, callback: RunCallback, resume: bool) -> Watch | None:
+    """Train to the last step, to a divergence, or until an interrupt; return what recorded the norms."""
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    run, folder = task.settings, callback.folder
+    checkpoint = next(reversed(checkpoints(folder)), None) if resume else None
+    task.load_pretrained()
     if checkpoint is not None:
-        check_vocabularies(f"in {callback.folder}", read_vocabularies(callback.folder), task.data.vocabularies)
+        check_vocabularies(f"in {folder}", read_vocabularies(folder), task.data.vocabularies)
         saved = read_checkpoint(checkpoint)
         check_fit(model_state(saved), task.model.state_dict(), checkpoint)
         task.start = saved["global_step"] * run.accumulate
+    watch = None
+    if run.record_every:
+        watch = Watch(
+            run.record_every * run.accumulate, run.quantities, to=folder / "rows.csv", keep=50_000, part="model",
+            log_every=callback.log_every * run.accumulate,
+        )  # fmt: skip
     trainer = make_trainer(
-        callback.folder,
+        folder,
         max_steps=run.steps,
         accelerator=device_type(run.device),
         devices=run.devices,
@@ -132,50 +139,42 @@ def _fit(task: Task, callback: RunCallback, resume: bool) -> None:
         precision=run.precision,
         accumulate_grad_batches=run.accumulate,
         gradient_clip_val=run.clip or None,
-        callbacks=[callback],
+        callbacks=[*([watch] if watch else []), *task.callbacks(), callback, *checkpointing(run, folder)],
+        logger=TensorBoardLogger(folder, name="", version="tensorboard", purge_step=task.start // run.accumulate),
+        plugins=cluster_plugins(),
     )
     if run.compile:
-        task.model.compile(dynamic=not (run.static or TASKS[run.task].fixed_length))
-    if checkpoint is None:
-        callback.before_training = lambda: _prepare_folder(callback, task, resume)  # after all checks
-    else:  # a run that was trained to its end does not start again
-        _prepare_folder(callback, task, resume)
-    with _explain_memory(run, callback.folder):
+        task.model.compile(dynamic=not run.one_shape)
+    _prepare_folder(callback, task, resume)
+    with _explain_memory(run, folder):
         run_trainer(trainer, task, checkpoint)
-    use_average(trainer.optimizers[0])
     task.model._compiled_call_impl = None
     if run.strategy == "fsdp2" and trainer.world_size > 1:
         task.model = unshard(task.model, lambda: build_model(run.task, run.model, task.data.vocabularies))
+    return watch
 
 
 def _prepare_folder(callback: RunCallback, task: Task, resume: bool) -> None:
-    """Remove files of an earlier run, or temporary files of this one, and write the settings."""
+    """Remove files of an earlier run, or what was made of this one, and write the settings."""
     run, folder = callback.run, callback.folder
     if not is_rank_zero():
         return
     if foreign := foreign_files(folder):
         raise ValueError(f"{folder} holds files of something else than a run ({foreign}); name another folder")
-    patterns = (*OUTPUTS, *DERIVED)
-    if resume:
-        remove_temporary(folder)
-        patterns = () if results.ended(folder) else DERIVED
-    if earlier := [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]:
+    if not resume and (folder / "run.json").exists():
         callback.on_progress(Progress("replacing the files of an earlier run", 0, run.steps))
-        for path in earlier:
-            path.unlink()
-        for name in MODELS:
-            with contextlib.suppress(OSError):  # there is none, or it has further files
-                (folder / name).rmdir()
+    clear(folder, DERIVED if resume else (*OUTPUTS, *DERIVED))
     write_run(folder, run, task.data.vocabularies)
 
 
-def _finish(task: Task, callback: RunCallback, on_stage: Callable[[str], None], command: str) -> dict[str, Any]:
+def _finish(
+    task: Task, callback: RunCallback, watch: Watch | None, on_stage: Callable[[str], None], command: str
+) -> dict[str, Any]:
     """Average, save and score the trained model, and write the result."""
     run, folder = callback.run, callback.folder
-    averaged = callback.kept(run.average) if callback.status == "done" and run.average else []
+    averaged = to_average(run, folder) if callback.status == "done" and run.average else []
     if averaged:  # a run may end before its first checkpoint: then the last weights stay
         task.model.load_state_dict(mean_weights([model_state(read_checkpoint(path)) for path in averaged]))
-    task.finish_training()
     save_weights(task.model, folder / "model.safetensors")
     task.to(device_type(run.device))  # Lightning moved it to the CPU
     scores, status, started = {}, callback.status, time.perf_counter()
@@ -185,7 +184,8 @@ def _finish(task: Task, callback: RunCallback, on_stage: Callable[[str], None], 
                 if not callback.valid:
                     callback.valid.append({"step": callback.step, **task.validate()})
                 scores = task.score(on_stage)
-            callback.record_end(task.model, scores)
+            if watch is not None:
+                watch.append(embedding_rows(task.model, callback.step))
         except _Interrupted:
             status = f"interrupted at step {callback.step}"  # after the last step, before the scores
     processes, seconds = run.devices * run.nodes, max(callback.seconds, 1e-9)
@@ -211,9 +211,6 @@ def _finish(task: Task, callback: RunCallback, on_stage: Callable[[str], None], 
     }
     for kind, lines in task.outputs.items():
         write_whole(folder / "outputs" / f"{kind}.txt", "".join(f"{line}\n" for line in lines).encode())
-    if run.static:  # a run that measures speed
-        rate, device = result["speed"]["train_tokens_per_s"] / processes, result["where"]["device"]
-        result["speed"] |= utilization(task.model, rate, device)
     results.write(folder, result)
     return result
 

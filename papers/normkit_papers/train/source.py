@@ -1,6 +1,5 @@
 """Find the data of a run by its name and its task, and return a function that reads it."""
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from normkit_papers.data.images import IMAGE_SETS, find_images, read_images
 from normkit_papers.data.prepare import Parallel, prepare
 from normkit_papers.data.scenes import SceneData, find_scenes
 from normkit_papers.tasks import TASKS
-from normkit_papers.train.config import Run
+from normkit_papers.train.config import DetectionRun, ImageRun, LanguageRun, Run, TranslationRun
 from normkit_papers.train.folder import Loaded, check_vocabularies
 
 Reader = Callable[[], Any]
@@ -56,7 +55,6 @@ def open_task(loaded: Loaded) -> Any:
     run, model, vocabularies = loaded
     data = source(run)()
     check_vocabularies(run.name, vocabularies, data.vocabularies)
-    run = dataclasses.replace(run, weights="", body_lr=1.0, ema=0.0)  # the model has what training began and ended with
     return TASKS[run.task].load("module")(run, model, data)
 
 
@@ -73,7 +71,7 @@ def sequences(run: Run, on_stage: OnStage) -> Reader:
     return reader(run.data)
 
 
-def corpus(run: Run, on_stage: OnStage) -> Reader:
+def corpus(run: TranslationRun | LanguageRun, on_stage: OnStage) -> Reader:
     """Find a corpus of parallel text for task mt, else of running text, or a folder of it."""
     kind = "parallel" if run.task == "mt" else "text"
     if run.data in SOURCES:
@@ -85,7 +83,7 @@ def corpus(run: Run, on_stage: OnStage) -> Reader:
     return functools.partial(prepare, located, subwords=run.subwords, share=run.model.share, on_stage=on_stage)
 
 
-def images(run: Run, on_stage: OnStage) -> Reader:
+def images(run: ImageRun, on_stage: OnStage) -> Reader:
     """Find a data set of images with classes, or a folder of images."""
     find_images(run.data)
     return functools.partial(
@@ -93,6 +91,6 @@ def images(run: Run, on_stage: OnStage) -> Reader:
     )
 
 
-def annotated_images(run: Run, on_stage: OnStage) -> Callable[[], SceneData]:
+def annotated_images(run: DetectionRun, on_stage: OnStage) -> Callable[[], SceneData]:
     """Find a data set of images with boxes, or a folder of them."""
     return find_scenes(run.data, run.broken)

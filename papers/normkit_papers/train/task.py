@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +10,9 @@ from torch import Tensor, nn
 
 from normkit.models import calibrate, scale_loss
 from normkit.norms import StatNorm
-from normkit_papers.train.config import Run
 from normkit_papers.train.lightning import lightning
-from normkit_papers.train.nt_asgd import NTASGD
 from normkit_papers.train.parallel import all_gather, shard
-from normkit_papers.train.schedules import make_schedule
+from normkit_papers.train.schedules import Schedule
 
 
 class Batch(NamedTuple):
@@ -43,13 +40,13 @@ class Task(lightning.LightningModule):
 
     calibration_batches: int = 50
 
-    def __init__(self, run: Run, model: nn.Module, data: Any):
+    def __init__(self, run: Any, model: nn.Module, data: Any):
         super().__init__()
         if run.uses_validation and data.valid is data.test:
             raise ValueError(
-                f"patience, average_of=best, schedule=validation_decay and optimizer=nt-asgd choose by the validation "
-                f"split, and {data.name} validates on its test split. Leave them out, or split off a validation set "
-                "(for classes of images: images.held_out)"
+                f"patience, average_of=best and schedule=validation_decay choose by the validation split, and "
+                f"{data.name} validates on its test split. Leave them out, or split off a validation set (for classes "
+                "of images: images.held_out)"
             )
         self.settings, self.model, self.data = run, model, data
         self.kind = "running"  # of the scores that are being computed
@@ -58,6 +55,16 @@ class Task(lightning.LightningModule):
         self.broken: set[str] = set()  # error messages of images that cannot be read
         self.start = 0  # batches that each process has trained on
         self.hooks = contextlib.ExitStack()  # of the scale loss, and batches with their workers, while it trains
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "data": None, "hooks": None}  # Lightning copies a task to average its weights
+
+    def load_pretrained(self) -> None:
+        """Load the weights from which fine-tuning starts."""
+
+    def callbacks(self) -> list[lightning.Callback]:
+        """Return callbacks that this task needs for training."""
+        return []
 
     def batches(self, start: int, stride: int = 1) -> Iterator[Batch]:
         """Yield training batch number `start`, `start + stride`, ..., by the run's seed only."""
@@ -111,12 +118,9 @@ class Task(lightning.LightningModule):
         fused = run.precision != "16-mixed"  # Lightning clips there, which it does not allow for fused optimizers
         if run.optimizer == "sgd":
             optimizer = torch.optim.SGD(groups, lr=run.lr, momentum=run.momentum, fused=fused)
-        elif run.optimizer == "nt-asgd":
-            optimizer = NTASGD(groups, lr=run.lr)
         else:
-            optimizer = torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps, fused=fused)
-        schedule = make_schedule(optimizer, run, run.steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+            optimizer = torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, fused=fused)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": Schedule(optimizer, run), "interval": "step"}}
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return the parameters in groups for the optimizer."""
@@ -131,9 +135,6 @@ class Task(lightning.LightningModule):
                 nn.utils.clip_grad_norm_(self.model.parameters(), gradient_clip_val)
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-    def finish_training(self) -> None:
-        """Prepare the trained model for saving and scoring."""
 
     # -- images that cannot be read -----------------------------------------------------------------------------------
 
@@ -200,16 +201,10 @@ class Task(lightning.LightningModule):
         return scores
 
     @contextlib.contextmanager
-    def calibrated(self, batches: Iterable[Batch], sites: str = "*") -> Iterator[None]:
-        """Use, inside the block, a copy of the model with the statistics of these batches.
-
-        Norms outside of the name pattern `sites` keep theirs.
-        """
+    def calibrated(self, batches: Iterable[Batch]) -> Iterator[None]:
+        """Use, inside the block, a copy of the model with the statistics of these batches."""
         trained = self.model
         self.model = calibrate(trained, batches, forward=self.forward_norms)
-        for name, norm in trained.named_modules():
-            if isinstance(norm, StatNorm) and not fnmatchcase(name, sites):
-                self.model.get_submodule(name).load_state_dict(norm.state_dict())
         try:
             yield
         finally:

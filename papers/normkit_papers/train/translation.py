@@ -1,4 +1,4 @@
-"""Sequence-to-sequence tasks: training, and error rates with three kinds of statistics."""
+"""Sequence-to-sequence tasks: spelling to sound, scored by error rates; translation, scored by BLEU."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,16 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from normkit_papers.data.batches import batches_of, endless, static_batches
+from normkit_papers.data.batches import batches_of, endless
+from normkit_papers.data.subwords import spell
 from normkit_papers.data.vocab import PAD, Vocab
+from normkit_papers.tasks import perplexity
 from normkit_papers.train.decode import Search, beam_search, greedy
-from normkit_papers.train.donor_kinds import DONORS
-from normkit_papers.train.donors import Donors
-from normkit_papers.train.error_rates import error_rates
 from normkit_papers.train.pairs import PairTable, spread
+from normkit_papers.train.scores import bleu, error_rates, metric
 from normkit_papers.train.task import Batch, Task
 
 DECODED_TOGETHER = 250  # sentences; results do not depend on it
+CHUNK = 2**24  # subwords read at once; a corpus is mapped from a file and may be larger than memory
 
 
 class Translation(Task):
@@ -37,15 +38,19 @@ class Translation(Task):
         Raises:
             ValueError: If a sequence is longer than the model's max_length.
         """
-        longest, data = self.settings.model.max_length, self.data
-        train, valid, test = (PairTable.of(split) for split in (data.train, data.valid, data.test))
+        train, valid, test = (PairTable.of(split) for split in (self.data.train, self.data.valid, self.data.test))
         for name, table in (("train", train), ("valid", valid), ("test", test)):
-            if int(table.both.max()) > longest:
-                raise ValueError(
-                    f"the {name} split of {data.name} has a sequence of {int(table.both.max())} symbols, more than "
-                    f"max_length={longest}; leave it out or raise --model.max-length"
-                )
+            self.check_length(name, table)
         return train, valid, test
+
+    def check_length(self, name: str, table: PairTable) -> None:
+        """Raise a ValueError if a sequence of a split is longer than the model's max_length."""
+        longest, limit = int(table.both.max()), self.settings.model.max_length
+        if longest > limit:
+            raise ValueError(
+                f"line {int(table.both.max(1).argmax()) + 1} of the {name} split of {self.data.name} has {longest} "
+                f"symbols, more than max_length={limit}; leave it out or raise --model.max-length"
+            )
 
     def rate(self, decoded: list[list[str]]) -> dict[str, float]:
         """Return scores of the decoded symbols of each test item."""
@@ -54,15 +59,12 @@ class Translation(Task):
     def batches(self, start: int, stride: int = 1) -> Iterator[Batch]:
         """Yield batches of `batch_tokens` symbols of source and target, bucketed by length or not."""
         run, table = self.settings, self._train
-        if run.static:
-            longest = table.both.max(1)
-            return endless(
-                lambda epoch: static_batches(longest, run.batch_tokens, seed=run.seed, epoch=epoch),
-                lambda items: table.batch(items, static=run.model.max_length),
-                start,
-                stride,
-            )
-        return endless(lambda epoch: self._order(table, epoch), table.batch, start, stride)
+        by = table.both if run.bucket_by == "both" else table.both[:, 0]
+
+        def order(epoch: int) -> list[np.ndarray]:
+            return batches_of(table.sizes, run.batch_tokens, bucketing=run.bucketing, by=by, seed=run.seed, epoch=epoch)
+
+        return endless(order, table.batch, start, stride)
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """Return the cross-entropy per target symbol, without symbols that `mask_logits` masks."""
@@ -88,16 +90,8 @@ class Translation(Task):
         return self._valid.take(spread(len(self._valid), count)).batches(self.settings.batch_tokens)
 
     def score(self, on_stage: Callable[[str], None]) -> dict[str, dict[str, float]]:
-        """Score the test split; the model is unchanged afterwards.
-
-        Returns:
-            Scores of greedy search with "running" statistics; with those of "donors", other training items of the same
-            lengths; "calibrated" on training batches; and of "beam" search with running statistics.
-        """
+        """Score also beam search with running statistics, as "beam"; the other scores are of greedy search."""
         scores = super().score(on_stage)
-        if self.has_statistics():
-            on_stage("scoring with statistics of donors")
-            scores["donors"] = self.score_donors("donors")
         on_stage("beam search")
         self.kind = "beam"
         scores[self.kind] = self.rate(self.decode_all(beam_search(self.settings)))
@@ -109,55 +103,78 @@ class Translation(Task):
         loss = self.mean_loss(self._test.batches(self.settings.batch_tokens))
         return {"loss": loss, **self.rate(self.decode_all(greedy))}
 
-    def decode(self, search: Search, batch: Batch) -> list[list[str]]:
-        """Decode a batch into symbols."""
-        return transcribe(self.model, self.data.vocabularies["target"], self.on_device(batch).tensors[0], search)
-
     def decode_all(self, search: Search, table: PairTable | None = None) -> list[list[str]]:
         """Decode a table's items (default: the test split); halve batches if memory runs out."""
         table = self._test if table is None else table
         found, waiting = [list[str]()] * len(table), table.sorted_items(DECODED_TOGETHER)
         while waiting:
             items = waiting.pop(0)
+            source = self.on_device(table.batch(items)).tensors[0]
             try:
-                for item, symbols in zip(items, self.decode(search, table.batch(items)), strict=True):
-                    found[item] = symbols
+                decoded = transcribe(self.model, self.data.vocabularies["target"], source, search)
             except torch.cuda.OutOfMemoryError:
                 if len(items) == 1:
                     raise
                 waiting[:0] = items[: len(items) // 2], items[len(items) // 2 :]  # same result for each sentence
+                continue
+            for item, symbols in zip(items, decoded, strict=True):
+                found[item] = symbols
         return found
-
-    def score_donors(self, kind: str) -> dict[str, float]:
-        """Return loss, scores of greedy search and symbols of an output, by donor batches.
-
-        Test items are in batches of similar lengths, and each has its donor in a batch of training items.
-
-        Args:
-            kind: A row of `DONORS`.
-        """
-        self.model.eval()
-        self.kind, loss, tokens = kind, 0.0, 0
-        test, donors = self._test, Donors(self._train.both)
-        found = [list[str]()] * len(test)
-        for items in batches_of(test.sizes, self.settings.batch_tokens, bucketing=True, by=test.both):
-            others = self._train.batch(donors.choose(test.both[items], DONORS[kind]))
-            batch = self.on_device(test.batch(items))
-            with self.calibrated([others], DONORS[kind].sites):
-                loss, tokens = loss + self.mean_loss([batch]) * batch.tokens, tokens + batch.tokens
-                for item, symbols in zip(items, self.decode(greedy, batch), strict=True):
-                    found[item] = symbols
-        length = sum(map(len, found)) / len(found)
-        return {"loss": loss / tokens, "symbols": length, **self.rate(found)}
-
-    def _order(self, table: PairTable, epoch: int) -> list[np.ndarray]:
-        run = self.settings
-        by = table.both if run.bucket_by == "both" else table.both[:, 0]
-        return batches_of(table.sizes, run.batch_tokens, bucketing=run.bucketing, by=by, seed=run.seed, epoch=epoch)
 
     def forward_norms(self, model: Any, batch: Batch) -> Tensor:
         """Compute the scores of all target symbols."""
         return model(*self.on_device(batch).tensors[:2])
+
+
+class MachineTranslation(Translation):
+    """`Translation` on a parallel corpus; BLEU as the papers on that corpus compute it."""
+
+    def __init__(self, run, model, data):
+        super().__init__(run, model, data)
+        metric(data.corpus)  # fails before training if sacrebleu is missing
+        references = [lines[1] for lines in data.lines("test")]
+        self.outputs["reference"] = [references[item] for item in self._test_items]
+        if model.config.mask_logits:
+            flat = data.train.target.flat
+            model.allow({n for at in range(0, len(flat), CHUNK) for n in np.unique(flat[at : at + CHUNK]).tolist()})
+
+    def splits(self) -> tuple[PairTable, PairTable, PairTable]:
+        """Return the splits; training pairs longer than the model's max_length are left out."""
+        longest, data = self.settings.model.max_length, self.data
+        train, valid, test = (PairTable(*split) for split in (data.train, data.valid, data.test))
+        short = np.flatnonzero((train.both <= longest).all(1))
+        self.check_length("valid", valid)
+        self.check_length("test", test)
+        if not len(short):
+            raise ValueError(f"no pair of {data.name} is within max_length={longest}; raise --model.max-length")
+        return train if len(short) == len(train) else train.take(short), valid, test
+
+    def describe_data(self) -> dict[str, object]:
+        """Return sizes of the splits, and the number of training pairs left out."""
+        left_out = len(self.data.train) - len(self._train)
+        return {"name": self.data.name, "splits": self.data.facts, "left_out": left_out}
+
+    def rate(self, decoded: list[list[str]]) -> dict[str, float]:
+        """Return BLEU with its bootstrap error."""
+        self.outputs[self.kind] = lines = [spell(pieces) for pieces in decoded]
+        return bleu(lines, self.outputs["reference"], self.data.corpus)
+
+    def score_test(self) -> dict[str, float]:
+        """Return also the perplexity with label smoothing, as in Tears' Table 8."""
+        smoothed = self.mean_loss(self._test.batches(self.settings.batch_tokens), self.settings.label_smoothing)
+        return {**super().score_test(), "smoothed_perplexity": perplexity(smoothed)}
+
+    def validate(self) -> dict[str, float]:
+        """Return the loss, and with `valid_bleu` BLEU of the whole validation split."""
+        if not self.settings.valid_bleu:
+            return super().validate()
+        was = self.model.training
+        self.model.eval()
+        found = [spell(pieces) for pieces in self.decode_all(greedy, self._valid)]
+        references = [lines[1] for lines in self.data.lines("valid")]
+        scores = bleu(found, references, self.data.corpus, samples=0)
+        self.model.train(was)
+        return {**super().validate(), "bleu": scores["bleu"]}
 
 
 def _smoothed(scores: Tensor, target: Tensor, smoothing: float, allowed: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import dataclasses
 
 from normkit_papers.models.config import Model
 from normkit_papers.study import Base, Bases
-from normkit_papers.train.config import Run
+from normkit_papers.train.config import DetectionRun, Run
 
 EPOCH = 117_266 // 16  # steps: COCO's training images that have boxes
 
@@ -20,11 +20,11 @@ def mask_rcnn_coco_36() -> Run:
     `RUN` is a classifier's run, or torchvision's Swin-T, with the same norms. The paper's norm is
     `un(outlier_filtration=True)`.
     """
-    return Run(
-        name="mask_rcnn_coco_36", task="detection", data="coco",
+    return DetectionRun(
+        name="mask_rcnn_coco_36", data="coco",
         model=Model(arch="mask_rcnn_swin_t", layer_drop=0.2),
         steps=36 * EPOCH, batch_tokens=16, workers=8,
-        lr=1e-4, betas=(0.9, 0.999), weight_decay=0.05, clip=0.0, label_smoothing=0.0,
+        lr=1e-4, betas=(0.9, 0.999), weight_decay=0.05, clip=0.0,
         schedule="steps", milestones=(27 * EPOCH, 33 * EPOCH), warmup=500, warmup_start=1e-7,
         valid_every=EPOCH, checkpoint_every=EPOCH, keep=2,
         precision="bf16-mixed", record_every=500, test_items=0,
@@ -74,11 +74,11 @@ def mask_rcnn_pennfudan() -> Run:
 
     Cost: minutes on one CPU core.
     """
-    return Run(
-        name="mask_rcnn_pennfudan", task="detection", data="pennfudan_320",
+    return DetectionRun(
+        name="mask_rcnn_pennfudan", data="pennfudan_320",
         model=Model(arch="mask_rcnn_pocket"),
         steps=400, batch_tokens=4, threads=1,
-        lr=1e-3, betas=(0.9, 0.999), weight_decay=0.05, clip=5.0, label_smoothing=0.0,
+        lr=1e-3, betas=(0.9, 0.999), weight_decay=0.05, clip=5.0,
         warmup=40,
         valid_every=200, checkpoint_every=200, keep=1,
         record_every=50, test_items=0,

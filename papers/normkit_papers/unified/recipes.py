@@ -6,7 +6,7 @@ from normkit_papers.models.config import Model
 from normkit_papers.powernorm.recipes import IWSLT14, mt_iwslt14, mt_iwslt14_gpu, mt_wmt14_de
 from normkit_papers.recipes import cifar10_tiny_vit
 from normkit_papers.study import Base, Bases
-from normkit_papers.train.config import Images, Run
+from normkit_papers.train.config import ImageRun, Images, Run
 
 RAND_AUGMENT = "rand-m9-mstd0.5-inc1"
 
@@ -23,7 +23,7 @@ def mt_wmt14_fr() -> Run:
     )
 
 
-def imagenet_t2t_vit_14() -> Run:
+def imagenet_t2t_vit_14() -> ImageRun:
     """T2T-ViT-14 on ImageNet, as in Unified Normalization (B.2).
 
     NORMKIT_DATA=FOLDER papers train imagenet_t2t_vit_14 --model.norm 'un(warmup=4000, outlier_filtration=True)'
@@ -34,13 +34,13 @@ def imagenet_t2t_vit_14() -> Run:
     replaces it by RandAugment.
     """
     epoch = 1_281_167 // (8 * 64)
-    return Run(
-        name="imagenet_t2t_vit_14", task="images", data="imagenet",
+    return ImageRun(
+        name="imagenet_t2t_vit_14", data="imagenet",
         model=Model(arch="t2t_vit_14", image_size=224, layer_drop=0.1),
         images=Images(
             crop="area", rand_augment=RAND_AUGMENT, erase=0.25, mixup=0.8, cutmix=1.0, mix_switch=0.5, test_crop=0.9,
         ),
-        steps=310 * epoch, batch_tokens=64, bucketing=False, devices=8, workers=10,
+        steps=310 * epoch, batch_tokens=64, devices=8, workers=10,
         lr=5e-4, betas=(0.9, 0.999), weight_decay=0.05, clip=0.0, ema=0.99996,
         warmup=10 * epoch, warmup_start=1e-6, floor_lr=1e-5,
         valid_every=epoch, checkpoint_every=epoch, keep=2,
@@ -80,11 +80,11 @@ def cifar10_t2t_vit_14_tuned() -> Run:
     The weights must have the same norm. All but the head learns at a hundredth of the rate. The final norm and the
     class token learn too (the authors' script leaves them out of the optimizer), and statistics warm up again.
     """
-    return Run(
-        name="cifar10_t2t_vit_14_tuned", task="images", data="cifar10",
+    return ImageRun(
+        name="cifar10_t2t_vit_14_tuned", data="cifar10",
         model=Model(arch="t2t_vit_14", image_size=224),
         images=Images(padding=28),
-        steps=60 * 390, batch_tokens=128, bucketing=False, workers=8,
+        steps=60 * 390, batch_tokens=128, workers=8,
         body_lr=0.01, optimizer="sgd", lr=0.05, weight_decay=5e-4, clip=0.0, label_smoothing=0.0,
         floor_lr=2e-4,
         valid_every=390, checkpoint_every=390, keep=1,
@@ -109,11 +109,11 @@ def cifar10_swin_t_gpu() -> Run:
 
     Cost: tens of minutes on a large GPU.
     """
-    return Run(
-        name="cifar10_swin_t_gpu", task="images", data="cifar10",
+    return ImageRun(
+        name="cifar10_swin_t_gpu", data="cifar10",
         model=Model(arch="swin_t", image_size=224, layer_drop=0.1),
         images=Images(padding=28, rand_augment=RAND_AUGMENT, channels_last=True),
-        steps=20 * 195, batch_tokens=256, bucketing=False, workers=12,
+        steps=20 * 195, batch_tokens=256, workers=12,
         lr=5e-4, betas=(0.9, 0.999), weight_decay=0.05, clip=5.0,
         warmup=2 * 195,
         valid_every=195, checkpoint_every=195, keep=1,

@@ -8,8 +8,6 @@ from typing import Any
 from normkit._util import open_regular, write_whole
 
 FILE = "result.json"
-PROGRESS = "progress.json"
-SETTINGS = "run.json"
 SCHEMA = 1
 SHAPE: dict[str, type | tuple[type, ...]] = {
     "schema": int, "run": dict, "command": str, "status": str, "where": dict, "parameters": int, "curve": list,
@@ -50,12 +48,6 @@ def ended(folder: Path) -> dict[str, Any] | None:
     """Return the result of a run that ended by itself, if the folder has one."""
     found = read(folder) if (folder / FILE).is_file() else None
     return None if found is None or found["status"].startswith("interrupted") else found
-
-
-def note(folder: str | Path, parameters: int, curve: list[dict[str, Any]], valid: list[dict[str, Any]]) -> Path:
-    """Write `folder/progress.json`: the losses so far of a run in progress."""
-    data = json.dumps({"parameters": parameters, "curve": curve, "valid": valid}, allow_nan=True)
-    return write_whole(Path(folder) / PROGRESS, data.encode())
 
 
 def find(paths: Iterable[str | Path]) -> dict[Path, dict[str, Any]]:

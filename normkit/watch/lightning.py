@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as lightning
+
 from normkit.watch import Recorder, Row, Rows
 from normkit.watch.row_files import Appender, truncate_file
-from normkit_papers.train.lightning import lightning
 
 LOGGED = ("gap_batch", "gap_quadratic", "rms", "largest", "gradient_norm")
 """Quantities that loggers are given unless others are named."""
@@ -44,6 +45,7 @@ class Watch(lightning.Callback):
         log: Quantities for the loggers of the trainer, as `quantity/site`, at Lightning's global step.
         log_every: Batches from one call of the loggers to the next.
         keep: Number of rows held in memory.
+        part: Name of the submodule to record; by default the whole LightningModule.
 
     Attributes:
         rows: The rows recorded, also after the end.
@@ -58,8 +60,9 @@ class Watch(lightning.Callback):
         log: Iterable[str] = LOGGED,
         log_every: int = 500,
         keep: int = 200_000,
+        part: str = "",
     ):
-        self.every, self.quantities, self.to, self.keep = every, quantities, to, keep
+        self.every, self.quantities, self.to, self.keep, self.part = every, quantities, to, keep, part
         self.logged, self.log_every = frozenset(log), log_every  # Lightning sets `log` of a callback
         self.rows = Rows()
         self._recorder: Recorder | None = None
@@ -69,7 +72,8 @@ class Watch(lightning.Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin with a new file, or, in a resumed run, with the old one up to the checkpoint."""
         step = self._resumed.get("step", 0)
-        recorder = Recorder(pl_module, self.every, self.quantities, to=self._sink(trainer), keep=self.keep, start=step)
+        model, sink = pl_module.get_submodule(self.part), self._sink(trainer)
+        recorder = Recorder(model, self.every, self.quantities, to=sink, keep=self.keep, start=step)
         if self.to is not None and trainer.is_global_zero:  # after all checks
             truncate_file(Path(self.to), self._resumed.get("bytes"))
         self._recorder = recorder
@@ -103,6 +107,12 @@ class Watch(lightning.Callback):
         """Remove the hooks."""
         self.on_train_end(trainer, pl_module)
 
+    def append(self, rows: Iterable[Row]) -> None:
+        """Append rows to the file after training, in place of those that a killed process appended."""
+        assert self.to is not None
+        truncate_file(Path(self.to), self._resumed.get("bytes"))
+        Appender(Path(self.to))(rows)
+
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint."""
         if self._recorder is None:
@@ -116,7 +126,7 @@ class Watch(lightning.Callback):
         self._resumed = state_dict
 
     def _sink(self, trainer: Any) -> Callable[[list[Row]], None]:
-        append = None if self.to is None else Appender(Path(self.to))
+        append = Appender(Path(self.to)) if self.to is not None and trainer.is_global_zero else None
         loggers = list(trainer.loggers)
 
         def send(rows: list[Row]) -> None:

@@ -1,0 +1,353 @@
+"""Runs of every embedded recipe, their folders, refusals, and the contents of results."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from normkit_papers.data.corpora import CORPORA
+from normkit_papers.data.embedded import SOURCES
+from normkit_papers.data.images import IMAGE_SETS
+from normkit_papers.data.scenes import SCENE_SETS
+from normkit_papers.models.config import Model
+from normkit_papers.studies.catalogue import RECIPES
+from normkit_papers.tasks import TASKS
+from normkit_papers.train.build import build_model
+from normkit_papers.train.config import DigitsRun, G2PRun
+from normkit_papers.train.fold_run import audit_run, fold_run
+from normkit_papers.train.folder import checkpoints, load, locked, save
+from normkit_papers.train.run import train
+from normkit_papers.train.translation import Translation
+from normkit_papers.train.weights import load_weights, model_state, read_checkpoint, save_weights
+from test_resume import checkpoint_path
+from torch import nn
+
+import normkit
+
+EMBEDDED = [name for name, recipe in RECIPES.items() if recipe().data in SOURCES]
+TINY = Model(width=16, hidden=24, depth=1, heads=2)
+SMALL = G2PRun(name="small", data="cmudict", model=TINY, steps=12, batch_tokens=200, warmup=3, test_items=20, threads=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sources_once():
+    """Read each source once for all tests: that is most of their time."""
+    patch = pytest.MonkeyPatch()
+    for name, make in list(SOURCES.items()):
+        made = []
+        patch.setitem(SOURCES, name, lambda make=make, made=made: made[0] if made else made.append(make()) or made[0])
+    yield
+    patch.undo()
+
+
+@pytest.mark.parametrize("norm", ["layer", "un(warmup=4)"])
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_a_tiny_run_of_every_recipe(name, norm, tmp_path):
+    recipe = RECIPES[name]()
+    model = dataclasses.replace(recipe.model, width=16, hidden=24, depth=1, heads=2, norm=norm)
+    run = dataclasses.replace(
+        recipe, model=model, steps=24, warmup=3, lr=1e-2, valid_every=12, checkpoint_every=12, record_every=8,
+        threads=1, **({"test_items": 20} if hasattr(recipe, "test_items") else {}),
+    )  # fmt: skip
+    ticks = []
+    result = train(run, tmp_path, on_progress=ticks.append, command="as typed")
+
+    assert json.loads((tmp_path / "result.json").read_text()) == json.loads(json.dumps(result)), (
+        "the file holds what was returned"
+    )
+    assert result["status"] == "done"
+    assert result["command"] == "as typed"
+    assert [point["step"] for point in result["valid"]] == [12, 24]
+    losses = [point["train_loss"] for point in result["curve"]]
+    assert len(losses) == 24
+    assert sum(losses[-4:]) < sum(losses[:4])
+    assert [ticks[0].step, ticks[0].stage] == [1, "training"]
+    assert all(math.isfinite(figure) for score in result["scores"].values() for figure in score.values())
+    assert set(result["scores"]) >= ({"running", "calibrated"} if norm != "layer" else {"running"})
+    assert list((tmp_path / "tensorboard").glob("events*"))
+    assert result["speed"]["train_words_per_s"] > 0
+    rows = (tmp_path / "rows.csv").read_text().splitlines()
+    assert rows[0] == "step,site,norm,quantity,value"
+    sites = sum(isinstance(module, normkit.Norm) for module in load(tmp_path).model.modules())
+    assert sum(",rms," in row for row in rows) == 3 * sites, "steps 1, 9 and 17, every norm"
+    assert sum("gradient_norm" in row for row in rows) == 3
+
+    again, model, vocabularies = load(tmp_path)
+    assert again == run
+    assert not model.training
+    trained = model_state(read_checkpoint(checkpoints(tmp_path)[-1]))
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, trained[key], rtol=0, atol=0)
+    assert {name: vocab.symbols for name, vocab in vocabularies.items()} == {
+        name: vocab.symbols for name, vocab in SOURCES[run.data]().vocabularies.items()
+    }
+
+
+def test_tables_have_the_same_rows():
+    for task in TASKS.values():
+        assert all(callable(task.load(part)) for part in ("module", "model", "example", "data"))
+    assert {recipe().task for recipe in RECIPES.values()} == set(TASKS)
+    assert {recipe().data for recipe in RECIPES.values()} >= set(SOURCES)
+    assert all(recipe().data in {**SOURCES, **CORPORA, **IMAGE_SETS, **SCENE_SETS} for recipe in RECIPES.values())
+    assert all(recipe().name == name for name, recipe in RECIPES.items())
+
+
+def test_scoring_leaves_the_model_as_it_is():
+    torch.manual_seed(0)
+    run = dataclasses.replace(SMALL, model=dataclasses.replace(TINY, norm="batch"))
+    data = SOURCES["cmudict"]()
+    task = Translation(run, build_model("g2p", run.model, data.vocabularies), data)
+    for norm in task.model.modules():
+        if isinstance(norm, normkit.BatchNorm):
+            norm.running.uniform_(0.5, 2)
+    before = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
+    scores = task.score(lambda stage: None)
+    assert set(scores) == {"running", "calibrated", "beam"}
+    assert scores["running"]["loss"] != scores["calibrated"]["loss"]
+    for name, tensor in task.model.state_dict().items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
+
+
+def test_loss_that_is_not_finite_ends_the_run_with_a_row(tmp_path):
+    run = dataclasses.replace(SMALL, steps=40, lr=1e30, warmup=0, clip=0.0, schedule="constant")
+    result = train(run, tmp_path)
+    assert result["status"].startswith("diverged at step ")
+    step = int(result["status"].split()[-1])
+    assert 1 < step <= 4
+    assert all(math.isfinite(point["train_loss"]) for point in result["curve"])
+    assert result["scores"] == {}
+
+
+def test_accumulation_takes_several_batches_to_a_step(tmp_path):
+    result = train(
+        dataclasses.replace(SMALL, accumulate=3, steps=4, model=dataclasses.replace(TINY, norm="un")), tmp_path
+    )
+    assert [point["step"] for point in result["curve"]] == [1, 2, 3, 4]
+    norm = load(tmp_path).model.encoder.final_norm
+    assert int(norm.step) == 12, "statistics move with every batch"
+
+
+def test_average_of_the_last_checkpoints(tmp_path):
+    run = dataclasses.replace(SMALL, model=dataclasses.replace(TINY, norm="un"), checkpoint_every=3, average=3)
+    assert train(run, tmp_path)["averaged"] == 3
+    paths = [checkpoint_path(tmp_path, step) for step in (6, 9, 12)]
+    states = [model_state(read_checkpoint(path)) for path in paths]
+    for name, value in (model := load(tmp_path).model).state_dict().items():
+        mean = sum(state[name].double() for state in states) / 3
+        expected = states[-1][name] if not value.is_floating_point() else mean
+        torch.testing.assert_close(value.double(), expected.double(), rtol=1e-6, atol=1e-7)
+    assert int(model.encoder.final_norm.step) == 12
+
+
+def test_only_the_last_checkpoints_are_kept(tmp_path):
+    train(dataclasses.replace(SMALL, checkpoint_every=2, keep=2), tmp_path)
+    assert checkpoints(tmp_path) == [checkpoint_path(tmp_path, 10), checkpoint_path(tmp_path, 12)]
+
+
+def test_new_run_removes_files_of_the_run_before(tmp_path):
+    train(dataclasses.replace(SMALL, checkpoint_every=4), tmp_path)
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "beam.txt").write_text("output of the run before\n")
+    (tmp_path / "mine.txt").write_text("another user's")
+
+    def die(progress):
+        if progress.stage == "training":
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        train(dataclasses.replace(SMALL, seed=1), tmp_path, on_progress=die)
+    left = {path.name for path in tmp_path.rglob("*") if path.is_file() and path.parent.name != "tensorboard"}
+    assert left == {"mine.txt", "rows.csv", "run.json", "vocab.json"}
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", ["device", "data", "norm", "interrupted"])
+def test_run_that_cannot_start_changes_no_file(wrong, tmp_path, monkeypatch):
+    there = tmp_path / "run"
+    train(dataclasses.replace(SMALL, checkpoint_every=4), there)
+    before = {path: path.read_bytes() for path in there.rglob("*") if path.is_file()}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    misaligned = tmp_path / "data"
+    misaligned.mkdir()
+    for split in ("train", "valid", "test"):
+        (misaligned / f"{split}.source").write_text("a b\n")
+        (misaligned / f"{split}.target").write_text("A\nB\n")
+    changes = {"device": {"device": "cuda"}, "data": {"data": str(misaligned)}}
+    changes["norm"] = {"model": dataclasses.replace(TINY, norm="laier")}
+    expected = {
+        "device": pytest.raises(ValueError, match="--device cpu"),
+        "data": pytest.raises(ValueError, match=r"train\.source"),
+        "norm": pytest.raises(ValueError, match="named 'laier'"),
+        "interrupted": pytest.raises(KeyboardInterrupt),
+    }
+    run = dataclasses.replace(SMALL, seed=1, **changes.get(wrong, {}))
+    with expected[wrong]:
+        train(run, there, on_progress=lambda progress: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert {path: path.read_bytes() for path in there.rglob("*") if path.is_file()} == before
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_without_a_run_raises(tmp_path):
+    with pytest.raises(ValueError, match="is not a run folder: there is no such folder"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"is not a run folder: it has no run\.json"):
+        load(tmp_path)
+    (tmp_path / "run.json").write_text('{"name": "x"}')
+    with pytest.raises(ValueError, match="not the settings of a run"):
+        load(tmp_path)
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(ValueError, match="not the settings of a run"):
+        load(tmp_path)
+    (tmp_path / "run.json").write_text(SMALL.to_json())
+    with pytest.raises(ValueError, match=r"vocab\.json is missing; copy it"):
+        load(tmp_path)
+    (tmp_path / "vocab.json").write_text('{"source": ["a"], "target": ["A"]}')
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        load(tmp_path)
+
+
+def test_weights_cut_short_or_of_another_model_are_refused(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 4), normkit.UN(4))
+    path = tmp_path / "model.safetensors"
+    save_weights(model, path)
+    with pytest.raises(ValueError, match=r"0\.weight"):
+        load_weights(nn.Sequential(nn.Linear(2, 4), normkit.UN(4)), path)
+    with pytest.raises(ValueError, match=r"1\.\w+"):
+        load_weights(nn.Sequential(nn.Linear(3, 4)), path)
+    with pytest.raises(ValueError, match=r"2\.weight"):
+        load_weights(nn.Sequential(nn.Linear(3, 4), normkit.UN(4), nn.Linear(4, 4)), path)
+    whole = path.read_bytes()
+    for length in (0, 7, 100, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="is cut short or not a safetensors file"):
+            load_weights(model, path)
+
+
+# -- folding a run ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "foldable"),
+    [
+        (dataclasses.replace(TINY, norm="un(warmup=4)"), "7 of 7"),
+        (dataclasses.replace(TINY, norm="un(warmup=4)", fixnorm=True, tie=True), "7 of 7"),
+        (dataclasses.replace(TINY, norm="layer", norm_at={"decoder.*": "batch"}), "4 of 7"),
+        (dataclasses.replace(TINY, norm="pnv", placement="post"), None),
+    ],
+)
+def test_a_folded_run_is_a_run_with_the_same_answers(model, foldable, tmp_path):
+    train(dataclasses.replace(SMALL, model=model), tmp_path / "run")
+    loaded = load(tmp_path / "run")
+    report = audit_run(loaded)
+    assert foldable is None or report.foldable == foldable
+    folded, report = fold_run(loaded)
+    assert report.max_error < 1e-9
+    save(tmp_path / "folded", folded)
+    again = load(tmp_path / "folded")
+    source, target = TASKS["g2p"].load("example")(loaded.run.model, loaded.vocabularies)
+    torch.testing.assert_close(again.model(source, target), loaded.model(source, target), atol=1e-4, rtol=1e-4)
+    assert again.run.model.tie == model.tie
+
+
+# -- folders ---------------------------------------------------------------------------------------------------------
+
+DIGITS = DigitsRun(
+    name="folder", data="digits", model=Model(width=8, hidden=8, depth=1, heads=1), steps=6, batch_tokens=16,
+    checkpoint_every=3, record_every=0, threads=1,
+)  # fmt: skip
+WORDS = dataclasses.replace(SMALL, steps=2, valid_items=4, test_items=4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    train(DIGITS, folder)
+    return folder
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    for name in ("run.json", "vocab.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    return tmp_path
+
+
+# -- the lock --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_training_again_leaves_nothing_that_was_made_of_earlier_weights(resume, copy):
+    stale = ("folded/run.json", "unfolded/model.safetensors", "removal.json", "table.txt", "report.html", "curves.svg")
+    for name in stale:
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).touch()
+    (copy / "folded" / "notes.txt").touch()
+    train(DIGITS, copy, resume)
+    assert not [name for name in stale if (copy / name).exists()]
+    assert not (copy / "unfolded").exists()
+    assert (copy / "folded" / "notes.txt").exists(), "the user's own file"
+
+
+def test_only_one_process_writes_a_folder(tmp_path):
+    code = (
+        "import pathlib, sys, time\n"
+        "from normkit_papers.train.folder import locked\n"
+        "with locked(pathlib.Path(sys.argv[1])):\n"
+        "    print('locked', flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "locked\n"
+        with pytest.raises(ValueError, match="another process"):
+            train(DIGITS, tmp_path)
+        process.kill()
+        process.wait()
+    with locked(tmp_path):  # the lock of a process that was killed is free
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- damaged files ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoints/epoch=3.ckpt", "model.safetensors", "model-00001-of-00002.safetensors", "vocab.json"]
+)
+def test_files_of_other_models_are_not_replaced(name, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / name).write_text("mine")
+    for resume in (False, True):
+        with pytest.raises(ValueError, match=f"holds files of something else than a run .{name}.; name another folder"):
+            train(DIGITS, tmp_path, resume=resume)
+    assert [path.read_text() for path in tmp_path.rglob("*") if path.is_file()] == ["mine"]
+
+
+# -- progress, seeds, signals ----------------------------------------------------------------------------------------
+
+
+def test_there_is_no_estimate_before_speed_is_measured(tmp_path):
+    seen = []
+    train(dataclasses.replace(DIGITS, steps=3), tmp_path, on_progress=seen.append)
+    first, second, *_ = [progress for progress in seen if progress.stage == "training"]
+    assert (first.seconds_left, first.tokens_per_s) == (None, 0.0)
+    assert second.seconds_left > 0
+    assert second.tokens_per_s > 0
+
+
+# -- attention on a GPU ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("run", "allowed"), [(WORDS, False), (DIGITS, True)])
+def test_batches_of_many_shapes_do_without_the_attention_that_plans_for_each(run, allowed, tmp_path):
+    seen = {}
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    train(run, tmp_path, on_progress=lambda p: seen.update({p.stage: torch.backends.cuda.cudnn_sdp_enabled()}))
+    assert before is torch.backends.cuda.cudnn_sdp_enabled() is True
+    assert seen["training"] == allowed
+    assert seen.get("scoring", allowed) == allowed
