@@ -1,8 +1,8 @@
 """normkit: swap, train, watch and fold away the norms of any Transformer."""
 
 from normkit.fold import audit, fold, to_rms
-from normkit.kernels.autograd import keep_statistics
 from normkit.kernels.dispatch import kernels
+from normkit.kernels.records import keep_statistics
 from normkit.models import (
     Int8,
     calibrate,

@@ -75,7 +75,7 @@ def test_options_of_the_spec_are_new():
     un = nn.Sequential(trained("un(window=2, warmup=2)").float())
     assert convert(un, "un(window=3)")[0].step == 0, "a window of another size starts empty, and with it the count"
     assert_close(convert(un, "un(window=3)")[0].running, un[0].running)
-    assert convert(un, "un(steps_per_update=2)")[0].step == un[0].step
+    assert convert(un, "un(window=2, sync=True)")[0].step == un[0].step
 
 
 def test_derf_takes_over_the_learned_width_of_dyt():

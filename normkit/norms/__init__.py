@@ -4,9 +4,10 @@ import ast
 from typing import Any
 
 from normkit._util import pick
+from normkit.kernels.rule import Stat
 from normkit.norms._base import Norm, RowNorm, Split
 from normkit.norms._options import option_defaults
-from normkit.norms._stat_norm import Stat, StatNorm
+from normkit.norms._stat_norm import StatNorm
 from normkit.norms.batch import BatchNorm
 from normkit.norms.derf import Derf
 from normkit.norms.dyt import DyT

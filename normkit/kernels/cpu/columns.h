@@ -1,11 +1,44 @@
-// Columns of [n, channels]: their moments, standardize, and its gradient.
+// Columns of [n, channels]: their moments, scale and shift, and the gradient of standardizing them. Activations (`void*`)
+// are contiguous, of one type; vectors are [channels]; a field that is left out is 0 or no address.
 
 #pragma once
 
-#include "arguments.h"
 #include "loops.h"
 
 namespace {
+
+struct ColumnForward {  // column_forward: y = (u - mean) * scale + shift and the moments of u, x after layer-scale
+    const void* x;
+    const bool* mask;  // [n], true where a row is real
+    void* y;
+    const float* mean;
+    const float* scale;
+    const float* shift;
+    float* stat;   // [1 + center, channels]
+    float* count;  // of real rows
+    int64_t n;
+    int64_t channels;
+    int64_t groups;  // of layer-scale; 0 for none
+    float eps;
+    int center;
+};
+
+struct ColumnBackward {  // column_backward: dx, and the sums of dy and of dy * (u - mean)
+    const void* dy;
+    const void* x;
+    const bool* mask;
+    void* dx;
+    const float* mean;
+    const float* dy_coefficient;
+    const float* x_coefficient;
+    const float* constant;
+    float* sums;  // [2, channels]; [4, channels] if `real`: then those of real rows
+    int64_t n;
+    int64_t channels;
+    int64_t groups;
+    float eps;
+    int real;
+};
 
 struct Moments {  // of some rows: their mean (where it is to be removed), the sum of squares about it, their number
     float *mean, *square;

@@ -2,10 +2,34 @@
 
 #pragma once
 
-#include "arguments.h"
 #include "loops.h"
 
 namespace {
+
+struct RowForward {  // row_forward: each row, less its mean if `center`, divided by its root mean square or length
+    const void* x;
+    void* y;
+    const float* weight;
+    const float* bias;
+    int64_t n;
+    int64_t channels;
+    float eps;
+    int length;
+    int center;
+};
+
+struct RowBackward {  // row_backward
+    const void* dy;
+    const void* x;
+    void* dx;
+    const float* weight;
+    float* sums;  // [2, channels]: of dy and of dy * z
+    int64_t n;
+    int64_t channels;
+    float eps;
+    int length;
+    int center;
+};
 
 // Factor of a row with this sum of squares: 1 / sqrt(mean(x^2) + eps), or 1 / max(|x|, eps), a constant if `clamped`.
 struct Factor {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normkit.kernels.build import library, step_op
+from normkit.kernels.build import is_loaded
 from normkit.norms import StatNorm
 from normkit.watch import Recorder, Row
 from normkit.watch.row_files import Appender, truncate_file
@@ -80,9 +80,7 @@ class RunCallback(lightning.Callback):
             _set_rng(self._rng[trainer.global_rank])
             trainer.should_stop = self._ends_early(trainer.optimizers[0].param_groups[0]["lr"])  # ended unscored
         if any(isinstance(module, StatNorm) for module in pl_module.modules()):
-            if pl_module.device.type == "cpu":
-                library()
-            step_op()  # both compile on the first run of a machine, which is no part of the training time
+            is_loaded()  # they are compiled in the first run on a machine, which is no part of the training time
         self._started = time.perf_counter()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
