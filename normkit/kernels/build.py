@@ -22,6 +22,7 @@ from normkit._util import cache_folder, write_whole
 
 SOURCES, TORCH = Path(__file__).parent, Path(torch.__file__).parent
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+WIDE = ("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()  # compilers choose 256 bits
 TIMEOUT = 300  # seconds; it takes about 25, half of them for PyTorch's headers
 
 _lock = threading.Lock()
@@ -50,7 +51,7 @@ def _load() -> str:
     # linked with the OpenMP that came with PyTorch, so that both use the same threads
     openmp = [str(path) for path in sorted(TORCH.glob("lib/libgomp*.so*"))[:1]]
     linked = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu", *openmp, "-Wl,--as-needed"]
-    arguments = [*FLAGS, abi, *include, str(SOURCES / "cpu" / "library.cpp"), *linked]
+    arguments = [*FLAGS, *WIDE, abi, *include, str(SOURCES / "cpu" / "library.cpp"), *linked]
     try:
         torch.ops.load_library(str(_compiled(compiler, arguments)))
     except (OSError, subprocess.SubprocessError) as error:

@@ -68,7 +68,7 @@ void row_forward(const RowForward& given, int threads) {
             const float r = Factor(square, channels, eps, length).value;
             const auto pass = [&](auto weighted, auto biased) {
                 constexpr bool WEIGHTED = weighted, BIASED = biased;
-                results.write(i, 0, channels, [=](int64_t c) {
+                results.write(i, channels, [=](int64_t c) {
                     const float y = WEIGHTED ? apart(c) * r * weight[c] : apart(c) * r;
                     return BIASED ? y + bias[c] : y;
                 });
@@ -114,7 +114,7 @@ void row_backward(const RowBackward& given, int threads) {
                     const float r = factor.value;
                     const float along = factor.clamped ? 0 : dot * r * r / (length ? 1 : channels);
                     const float mean_g = center ? all / channels : 0;
-                    results.write(i, 0, channels, [=](int64_t c) {
+                    results.write(i, channels, [=](int64_t c) {
                         if constexpr (ADDS) sum[c] += dy[c], with[c] += dy[c] * (apart(c) * r);
                         return r * (g(c) - mean_g - apart(c) * along);
                     });
