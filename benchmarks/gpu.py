@@ -76,9 +76,7 @@ ROW_NORMS = {
 
 def checks() -> Iterator[dict]:
     """Check every kernel against the reference in float64, and against itself bit for bit."""
-    odd = (
-        [(7, 36)] if DRY else [(67, 516), (9, 8200), (5, 40000)] if SMALL else [(4099, 516), (1031, 8200), (301, 40000)]
-    )
+    odd = [(7, 36)] if DRY else [(67, 516), (9, 8100)] if SMALL else [(4099, 516), (1031, 8100)]
     for n, c in odd if SMALL else [*SHAPES[:-1], *odd]:
         for dtype, kind in DTYPES.items():
             for name, found in results(n, c, kind):

@@ -95,22 +95,20 @@ class Instance(Group):
 
 
 class Scale:
-    """TWT Eq. 5: y = g x / max(||x||, eps), one scalar g; `unit_init`: g = sqrt(d) g'.
+    """TWT Eq. 5: y = g x / max(||x||, eps), one scalar g. The maximum cuts the gradient."""
 
-    The maximum cuts the gradient.
-    """
-
-    def __init__(self, dim, eps=1e-5, learn=True, unit_init=False):
-        self.eps, self.learn, self.unit = eps, learn, np.sqrt(dim) if unit_init else 1.0
+    def __init__(self, dim, eps=1e-5, learn=True):
+        self.eps, self.learn = eps, learn
 
     def step(self, x, dy, keep, weight):
-        gain = weight * self.unit
         length = np.linalg.norm(x, axis=-1, keepdims=True)
         u = x / np.maximum(length, self.eps)
         along = (u * dy).sum(-1, keepdims=True)
-        dx = np.where(length >= self.eps, gain / np.maximum(length, self.eps) * (dy - u * along), gain / self.eps * dy)
-        out = {"y": gain * u, "dx": dx}
-        return {**out, "weight": np.array([(dy * u).sum() * self.unit])} if self.learn else out
+        dx = np.where(
+            length >= self.eps, weight / np.maximum(length, self.eps) * (dy - u * along), weight / self.eps * dy
+        )
+        out = {"y": weight * u, "dx": dx}
+        return {**out, "weight": np.array([(dy * u).sum()])} if self.learn else out
 
 
 class NoNorm:

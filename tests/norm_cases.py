@@ -26,7 +26,6 @@ VARIANTS = [
     "un(window=2, warmup=2, compensate=True, compensate_after=2, window_bkw=3)",
     "group(groups=2, over='sample')",
     "switchable(over='sample')",
-    "scale(unit_init=True)",
     "rms",
     "rms(eps_at='outside', bias=True)",
 ]

@@ -103,17 +103,18 @@ def test_small_inputs_on_a_gpu_take_kernels_of_torch(monkeypatch):
         ops.rms(x, w, None, 1e-5)
         assert dict(ran) == {"torch layer": 1, "torch rms": 1}
         half = x.bfloat16()
-        assert dispatch.is_small(half, w.bfloat16())
-        assert not dispatch.is_small(half, w), "PyTorch's kernels take one type"
-        assert not dispatch.is_small(x, torch.empty(1, device="cuda")), "and a weight for each channel"
-        assert not dispatch.is_small(torch.empty(dispatch.SMALL + 1, device="cuda"))
-        assert not dispatch.is_small(torch.empty(0, 32, device="cuda"))
+        assert dispatch.has_torch_kernel(half, w.bfloat16())
+        assert not dispatch.has_torch_kernel(half, w), "PyTorch's kernels take one type"
+        assert not dispatch.has_torch_kernel(x, torch.empty(1, device="cuda")), "and a weight for each channel"
+        assert not dispatch.has_torch_kernel(torch.empty(dispatch.SMALL // 8, 16, device="cuda"))
+        assert dispatch.has_torch_kernel(torch.empty(dispatch.SMALL // 8, dispatch.LONGEST + 1, device="cuda"))
+        assert not dispatch.has_torch_kernel(torch.empty(0, 32, device="cuda"))
         with monkeypatch.context() as patch:  # a compiled graph would hold for these sizes alone
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
-            assert not dispatch.is_small(x, w)
+            assert not dispatch.has_torch_kernel(x, w)
         monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
-        assert dispatch.is_small(x, w)
-        assert not dispatch.is_small(half, w.bfloat16()), "under autocast they give float32"
+        assert dispatch.has_torch_kernel(x, w)
+        assert not dispatch.has_torch_kernel(half, w.bfloat16()), "under autocast they give float32"
         with normkit.kernels("reference") as plain:
             ops.layer(x, w, w, 1e-5)
         assert dict(plain) == {"reference layer": 1}

@@ -18,7 +18,7 @@ STEPS = 50
 PAPER = [  # the papers' settings, with warm-ups that end within fifty steps
     "layer", "rms", "rms(eps_at='outside', eps=1e-8)", "group", "group(groups=2)", "group(groups=1)",
     "group(groups=4, over='sample')", "instance", "switchable(alpha=0.8)", "switchable(over='sample')",
-    "scale", "scale(learn=False)", "scale(unit_init=True)", "nonorm", "dyt", "derf",
+    "scale", "scale(learn=False)", "nonorm", "dyt", "derf",
     "batch", "batch(alpha=0.95, running_var='biased')", "repbn",
     "renorm(warmup=12, r_until=40, d_until=25)", "renorm(warmup=3, r_until=10, d_until=10, r_max=1.2, d_max=0.2)",
     "pnv", "pnv(alpha=0.95)",

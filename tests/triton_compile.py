@@ -43,11 +43,7 @@ def cases():
             yield rows.row_backward, set(), plain, backward
         yield rows.row_backward, {"W", "DW", "DB"}, {"KIND": "layer", "SCALAR": False}, backward
     yield rows.row_backward, set(), {"KIND": "layer", "SCALAR": False}, row_launch(4096, 8192, backward=True)
-    long = row_launch(64, 40000)
-    yield rows.long_forward, set(), {"KIND": "layer", "SCALAR": False}, long
-    yield rows.long_backward, set(), {"KIND": "layer", "SCALAR": False}, long._replace(block=4096, warps=8)
     down = column_launch(4096, 512)
-    yield rows.row_sums, set(), {"CENTER": True}, down
     for none in (set(), {"MORE", "MORE_OUT"}):
         yield launches.add_partials, none, {}, down._replace(tile=64, block=32)
     for center in (True, False):

@@ -17,7 +17,6 @@ from normkit.kernels import dispatch, ops, reference
 from normkit.kernels import triton as kernels
 from normkit.kernels.async_counter import AsyncCounter
 from normkit.kernels.rule import find_kernel_rule
-from normkit.kernels.triton import launch as launches
 from normkit.kernels.triton import rows as row_ops
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")  # triton 3.6's own
@@ -25,7 +24,7 @@ REAL = not dispatch.is_interpreted()
 DEVICE = "cuda" if REAL else "cpu"
 if not REAL:
     triton_driver.install()
-SHAPES = [(4099, 512), (777, 4096), (257, 8100), (65, 40000)] if REAL else [(7, 37), (64, 384), (1, 96), (33, 64)]
+SHAPES = [(4099, 512), (777, 4096), (257, 8100)] if REAL else [(7, 37), (64, 384), (1, 96), (33, 64)]
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 NORMS = {  # name -> (kernel kind, groups, the reference)
     "layer": ("layer", 1, lambda x, w, b: ops.layer(x, w, b, 1e-3)),
@@ -79,22 +78,14 @@ def test_row_norms_and_their_gradients(name, affine, dtype):
             close(g, e, dtype)
 
 
-@pytest.mark.parametrize("name", NORMS)
-def test_rows_too_long_for_registers(name, monkeypatch):
-    if not REAL:
-        monkeypatch.setattr(row_ops, "LONGEST", 16)
-        monkeypatch.setattr(launches, "LONGEST", 16)
-    kind, groups, plain = NORMS[name]
-    x, dy = (draw(*(SHAPES[3] if REAL else (5, 74))) for _ in range(2))
-    w, b = draw(1 if name == "scale" else x.shape[1]).requires_grad_(), draw(x.shape[1]).requires_grad_()
-    y = row_ops.RowNorm.apply(x.requires_grad_(), w, b, kind, 1e-3, groups, None)
-    xd, wd, bd = (t.detach().double().requires_grad_() for t in (x, w, b))
-    expected = plain(xd, wd, bd)
-    close(y, expected)
-    got = torch.autograd.grad(y, [x, w, b], dy)
-    wide = torch.autograd.grad(expected, [xd, wd, bd], dy.double())
-    for g, e in zip(got, wide, strict=True):
-        close(g, e)
+def test_rows_too_long_for_registers_are_left_to_others(monkeypatch):
+    monkeypatch.setattr(dispatch, "LONGEST", 16)
+    x = draw(3, 24)
+    with normkit.kernels("triton"), pytest.raises(RuntimeError, match="16 channels"):
+        ops.scale(x, None, None, 1e-3)
+    with normkit.kernels("triton") as ran:
+        ops.group(x, None, None, 1e-3, 2)
+    assert dict(ran) == {"triton group": 1}
 
 
 def test_one_weight_for_several_groups():

@@ -20,6 +20,7 @@ from normkit.kernels import build, native, reference
 
 CHOICES = ("auto", "triton", "native", "reference")
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LONGEST = 8192  # channels of a row that one program in Triton holds in registers; 16384 spill
 SMALL = 1 << 22  # numbers; at 4096 x 512 Triton saves an H200 at most 0.007 ms a norm, and costs the host 0.4 ms
 PROXY = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]  # of torch.fx's make_fx
 
@@ -102,7 +103,13 @@ def _innermost() -> Block | None:
 
 
 def select(
-    x: Tensor, name: str, wide: torch.dtype = torch.float32, *, native: bool = True, counted: bool = True
+    x: Tensor,
+    name: str,
+    wide: torch.dtype = torch.float32,
+    *,
+    width: int = 0,
+    native: bool = True,
+    counted: bool = True,
 ) -> str:
     """Select the implementation of an operation on `x`.
 
@@ -110,6 +117,7 @@ def select(
         x: Its main argument.
         name: Its name.
         wide: Type of its vectors `[C]`.
+        width: Channels that are normalized together; 0 for an operation on columns.
         native: Whether there is a C++ kernel for these arguments.
         counted: Count it for the blocks around; else the caller does.
 
@@ -122,7 +130,7 @@ def select(
     if torch.compiler.is_compiling():  # Inductor fuses it, and cannot look into a kernel
         return "reference"
     choice, kind = current_choice(), "reference"
-    if wide is torch.float32 and can_use_triton(x, name, choice):
+    if wide is torch.float32 and can_use_triton(x, name, choice, width):
         kind = "triton"
     elif wide is torch.float32 and native and can_use_native(x, choice):
         kind = "native"
@@ -136,12 +144,12 @@ def module(kind: str) -> ModuleType:
     return load_triton() if kind == "triton" else {"native": native, "reference": reference}[kind]
 
 
-def is_small(x: Tensor, *parameters: Tensor | None) -> bool:
-    """True for a small `x` on a GPU whose type PyTorch's own kernel takes and returns."""
+def has_torch_kernel(x: Tensor, *parameters: Tensor | None) -> bool:
+    """True for an `x` on a GPU, small or of long rows, whose type PyTorch's own kernel takes and returns."""
     return (
         not torch.compiler.is_compiling()  # which would keep a graph for these sizes alone
         and x.is_cuda
-        and 0 < x.numel() <= SMALL
+        and (0 < x.numel() <= SMALL or x.shape[-1] > LONGEST)
         and current_choice() == "auto"
         and all(p is None or (p.dtype is x.dtype and p.shape == x.shape[-1:]) for p in parameters)
         and (x.dtype is torch.float32 or not torch.is_autocast_enabled("cuda"))  # else it gives float32
@@ -156,11 +164,13 @@ def count(kind: str, name: str) -> None:
         block = block.outer
 
 
-def can_use_triton(x: Tensor, name: str, choice: str) -> bool:
+def can_use_triton(x: Tensor, name: str, choice: str, width: int = 0) -> bool:
     """Check for a Triton kernel on `x` in eager mode; RuntimeError if chosen in vain."""
     if choice not in ("auto", "triton") or (choice == "auto" and not x.is_cuda):
         return False
     obstacle = _triton_obstacle(x)
+    if width > LONGEST:
+        obstacle = f"there are kernels for rows of at most {LONGEST} channels; x has {width}"
     if obstacle and choice == "triton":
         raise RuntimeError(f'kernels("triton") cannot run {name!r}: {obstacle}; use kernels("auto")')
     return not obstacle

@@ -20,21 +20,21 @@ HALVES = (torch.bfloat16, torch.float16)
 
 def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Center and scale each row, with the biased variance."""
-    if dispatch.is_small(x, weight, bias):
+    if dispatch.has_torch_kernel(x, weight, bias):
         dispatch.count("torch", "layer")
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     # PyTorch's kernel for a CPU is as fast in float32, and adds up gradients of halves in their type
     half = x.dtype in HALVES
-    kind = dispatch.select(x, "layer", reference.wide_type(x, weight, bias), native=half)
+    kind = dispatch.select(x, "layer", reference.wide_type(x, weight, bias), width=x.shape[-1], native=half)
     return dispatch.module(kind).layer(x, weight, bias, eps)
 
 
 def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, inside: bool = True) -> Tensor:
     """Divide each row by its root mean square, with `eps` inside the root or added to it."""
-    if inside and bias is None and dispatch.is_small(x, weight):
+    if inside and bias is None and dispatch.has_torch_kernel(x, weight):
         dispatch.count("torch", "rms")
         return F.rms_norm(x, x.shape[-1:], weight, eps)
-    kind = dispatch.select(x, "rms", reference.wide_type(x, weight, bias), native=inside)
+    kind = dispatch.select(x, "rms", reference.wide_type(x, weight, bias), width=x.shape[-1], native=inside)
     if kind == "native":
         return native.rms(x, weight, bias, eps)
     return dispatch.module(kind).rms(x, weight, bias, eps, inside=inside)
@@ -42,13 +42,14 @@ def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, in
 
 def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Divide each row by its length, at least `eps`."""
-    kind = dispatch.select(x, "scale", reference.wide_type(x, weight, bias))
+    kind = dispatch.select(x, "scale", reference.wide_type(x, weight, bias), width=x.shape[-1])
     return dispatch.module(kind).scale(x, weight, bias, eps)
 
 
 def group(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int) -> Tensor:
     """Normalize each of `groups` runs of consecutive channels of each row as `layer` does."""
-    kind = dispatch.select(x, "group", reference.wide_type(x, weight, bias), native=False)
+    width = x.shape[-1] // groups
+    kind = dispatch.select(x, "group", reference.wide_type(x, weight, bias), width=width, native=False)
     return dispatch.module(kind).group(x, weight, bias, eps, groups)
 
 

@@ -60,19 +60,3 @@ class MABN(WarmupNorm):
         window = torch.cat([state.window_g[1:], batch])  # by backward, not by step: some forwards have none
         value = torch.where(self._batch_phase(step, state), batch, window.mean(0, keepdim=True))
         return value, {"window_g": window}
-
-
-class CentralizeWeight(nn.Module):
-    """Parametrization of a weight `[out, ...]` that takes away the mean of each output.
-
-    MABN needs it in convolutional networks: quadratic means leave the mean of the activations in place. Pretrained
-    weights need it too (MABN issue 2).
-
-    >>> linear = nn.utils.parametrize.register_parametrization(nn.Linear(4, 2), "weight", CentralizeWeight())
-    >>> bool(linear.weight.mean(1).abs().max() < 1e-6)
-    True
-    """
-
-    def forward(self, weight: Tensor) -> Tensor:
-        """Return the centered weight."""
-        return weight - weight.mean(dim=tuple(range(1, weight.dim())), keepdim=True)

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LONGEST = 8192  # channels of a row that one program holds in registers (16384 spill); longer rows go by blocks
 PROGRAMS = 264  # two for each of the 132 multiprocessors of a large card: enough to keep memory busy
 
 
@@ -31,8 +30,8 @@ class Launch(NamedTuple):
 
 def row_launch(rows: int, channels: int, *, backward: bool = False) -> Launch:
     """Launch for kernels of whole rows: small rows share a program, large ones get more warps."""
-    block = min(power_of_2(channels), LONGEST)
-    tile = max(1, min(16, 2048 // block)) if channels <= LONGEST else 1
+    block = power_of_2(channels)
+    tile = max(1, min(16, 2048 // block))
     warps = min(16, max(1, tile * block // (256 if backward else 512)))
     tiles = cdiv(rows, tile)
     return Launch(tile, block, warps, min(tiles, PROGRAMS) if backward else tiles)

@@ -13,11 +13,8 @@ from torch import Tensor
 
 from normkit.kernels import reference
 from normkit.kernels.triton.launch import (
-    LONGEST,
     add_up,
     as_rows,
-    cdiv,
-    column_launch,
     contiguous,
     device_of,
     jit,
@@ -135,114 +132,6 @@ def row_backward(
         tl.store(DB + start * width * groups + channel, tl.sum(db, 0), mask=real)
 
 
-@triton.jit
-def long_forward(
-    X, W, B, Y, MEAN, INV, rows, width, x_stride, eps,
-    KIND: tl.constexpr, SCALAR: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """`row_forward` of one row (TILE is 1) in blocks: first moments, then Y."""
-    row = tl.program_id(0).to(tl.int64)
-    group, groups = tl.program_id(1), tl.num_programs(1)
-    mean, square, seen = 0.0, 0.0, 0.0
-    for first in range(0, width, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        real = column < width
-        x = load_vector(X + row * x_stride, group * width + column, real, 0.0)
-        if KIND == "layer":  # Chan, Golub and LeVeque merge of means and squared deviations
-            count = tl.sum(tl.where(real, 1.0, 0.0), 0)
-            here = tl.sum(x, 0) / count
-            x = tl.where(real, x - here, 0.0)
-            step = here - mean
-            square += tl.sum(x * x, 0) + step * step * seen * count / (seen + count)
-            mean += step * count / (seen + count)
-            seen += count
-        else:
-            square += tl.sum(x * x, 0)
-    inv = inverse(square, width, eps, KIND)
-    tl.store(INV + row * groups + group, inv)
-    if KIND == "layer":
-        tl.store(MEAN + row * groups + group, mean)
-    for first in range(0, width, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        real = column < width
-        channel = group * width + column
-        y = (load_vector(X + row * x_stride, channel, real, 0.0) - mean) * inv * load_weight(W, channel, real, SCALAR)
-        if B is not None:
-            y += load_vector(B, channel, real, 0.0)
-        tl.store(Y + row * (width * groups) + channel, y.to(Y.dtype.element_ty), mask=real)
-
-
-@triton.jit
-def block_of_gradient(DY, X, W, mean, inv, first, width, SCALAR: tl.constexpr, BLOCK: tl.constexpr):
-    """Gradient of z, z and the columns of a block of a row, which DY and X point to."""
-    column = first + tl.arange(0, BLOCK)
-    real = column < width
-    channel = tl.program_id(1) * width + column
-    g = load_vector(DY, channel, real, 0.0) * load_weight(W, channel, real, SCALAR)
-    z = tl.where(real, (load_vector(X, channel, real, 0.0) - mean) * inv, 0.0)
-    return g, z, column
-
-
-@triton.jit
-def long_backward(
-    DY, X, W, MEAN, INV, DX, width, dy_stride, x_stride, eps,
-    KIND: tl.constexpr, SCALAR: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Compute DX of one row, block after block. `row_sums` has the sums for W and B."""
-    row = tl.program_id(0).to(tl.int64)
-    group, groups = tl.program_id(1), tl.num_programs(1)
-    inv = tl.load(INV + row * groups + group)
-    mean = 0.0
-    if KIND == "layer":
-        mean = tl.load(MEAN + row * groups + group)
-    dot, total = 0.0, 0.0
-    for first in range(0, width, BLOCK):
-        g, z, column = block_of_gradient(  # type: ignore[misc]
-            DY + row * dy_stride, X + row * x_stride, W, mean, inv, first, width, SCALAR, BLOCK
-        )
-        dot += tl.sum(g * z, 0)
-        total += tl.sum(g, 0)
-    part = share(dot, inv, width, eps, KIND)
-    for first in range(0, width, BLOCK):
-        g, z, column = block_of_gradient(  # type: ignore[misc]
-            DY + row * dy_stride, X + row * x_stride, W, mean, inv, first, width, SCALAR, BLOCK
-        )
-        dx = g - z * part
-        if KIND == "layer":
-            dx = dx - total / width
-        dx = dx * inv
-        out = row * (width * groups) + group * width + column
-        tl.store(DX + out, dx.to(DX.dtype.element_ty), mask=column < width)
-
-
-@triton.jit
-def row_sums(
-    DY, X, MEAN, INV, DW, DB, rows, width, groups, dy_stride, x_stride,
-    CENTER: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Compute a program's share of sum(dy * z) and sum(dy) for long rows."""
-    start, programs = tl.program_id(0), tl.num_programs(0)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    real = channel < width * groups
-    group = channel // width
-    dw = tl.zeros([TILE, BLOCK], tl.float32)
-    db = tl.zeros([TILE, BLOCK], tl.float32)
-    for tile in range(start, tl.cdiv(rows, TILE), programs):
-        row = tl.cast(tile, tl.int64) * TILE + tl.arange(0, TILE)
-        inside = (row < rows)[:, None] & real[None, :]
-        dy = tl.load(DY + row[:, None] * dy_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
-        z = tl.load(X + row[:, None] * x_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
-        if CENTER:
-            z = z - tl.load(MEAN + row[:, None] * groups + group[None, :], mask=inside, other=0.0)
-        z = z * tl.load(INV + row[:, None] * groups + group[None, :], mask=inside, other=0.0)
-        dw += dy * z
-        db += dy
-    if DW is not None:
-        tl.store(DW + start * width * groups + channel, tl.sum(dw, 0), mask=real)
-    if DB is not None:
-        tl.store(DB + start * width * groups + channel, tl.sum(db, 0), mask=real)
-
-
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
@@ -304,9 +193,8 @@ def forward(
     weight = weight if weight is None or is_scalar(weight, channels) else weight.expand(channels)
     bias = None if bias is None else bias.expand(channels)
     launch = row_launch(rows, width)
-    body = jit(row_forward if width <= LONGEST else long_forward)
     with device_of(x, weight):
-        body[(launch.programs, groups)](
+        jit(row_forward)[(launch.programs, groups)](
             flat, contiguous(weight), contiguous(bias), y, *saved.unbind(0), rows, width, flat.stride(0), eps,
             KIND=kind, SCALAR=is_scalar(weight, channels), **launch.meta,
         )  # fmt: skip
@@ -326,38 +214,21 @@ def backward(
     if rows == 0 or channels == 0:
         return dx, dw, db
     flat, dy = as_rows(x), as_rows(dy)
-    fits = width <= LONGEST
-    launch = row_launch(rows, width, backward=True) if fits else column_launch(rows, channels)
-    shares, empty = (launch.programs, channels), functools.partial(x.new_empty, dtype=torch.float32)
-    biases = None if db is None else empty(shares)
-    weights = None if dw is None else empty((launch.programs * groups, 1) if scalar and fits else shares)
-    strides = dy.stride(0), flat.stride(0)
+    launch = row_launch(rows, width, backward=True)
+    empty = functools.partial(x.new_empty, dtype=torch.float32)
+    biases = None if db is None else empty((launch.programs, channels))
+    weights = None if dw is None else empty((launch.programs * groups, 1) if scalar else (launch.programs, channels))
     with device_of(x):
-        if fits:
-            jit(row_backward)[(launch.programs, groups)](
-                dy, flat, contiguous(weight), *saved.unbind(0), dx, weights, biases, rows, width, *strides, eps,
-                KIND=kind, SCALAR=scalar, **launch.meta,
-            )  # fmt: skip
-        else:
-            jit(long_backward)[(rows, groups)](
-                dy, flat, contiguous(weight), *saved.unbind(0), dx, width, *strides, eps,
-                KIND=kind, SCALAR=scalar, BLOCK=LONGEST // 2, num_warps=8,
-            )  # fmt: skip
-            if dw is not None or db is not None:
-                jit(row_sums)[(launch.programs, cdiv(channels, launch.block))](
-                    dy, flat, *saved.unbind(0), weights, biases, rows, width, groups, *strides,
-                    CENTER=kind == "layer", **launch.meta,
-                )  # fmt: skip
+        jit(row_backward)[(launch.programs, groups)](
+            dy, flat, contiguous(weight), *saved.unbind(0), dx, weights, biases, rows, width, dy.stride(0),
+            flat.stride(0), eps, KIND=kind, SCALAR=scalar, **launch.meta,
+        )  # fmt: skip
         if dw is not None and not scalar:
             add_up(weights, dw, biases, db)
             return dx, dw, db
-        if dw is not None and not fits:
-            wide = torch.empty(channels, dtype=torch.float32, device=x.device)
-            dw.copy_(add_up(weights, wide).sum())
-        elif dw is not None:
-            add_up(weights, dw)
-        if db is not None:
-            add_up(biases, db)
+        for share, total in ((weights, dw), (biases, db)):
+            if total is not None:
+                add_up(share, total)
     return dx, dw, db
 
 
