@@ -13,7 +13,7 @@ from normkit.kernels.records import StepStatistics
 from normkit.kernels.rule import NEVER, KernelRule, Rule, State
 
 DTYPES = (torch.float32, torch.bfloat16)
-PARAMETERS = (torch.float32, torch.bfloat16, torch.float16)  # of kernels in Triton
+PARAMETERS = (torch.float32, torch.bfloat16, torch.float16)  # types of weight and bias
 FORWARD = ("batch", "running", "geometric")  # in the order of step.h
 BACKWARD = ("exact", "running", "windowed")
 library: Any = torch.ops.normkit  # has these operations once `build.is_loaded()`
@@ -105,7 +105,7 @@ def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
 
 def can_step(x: Tensor, rule: Rule) -> bool:
     """True if `step` reads the norm's parameters and, on a GPU, can launch kernels on `x`."""
-    kind = torch.float32 if x.is_cpu or rule.weight is None else rule.weight.dtype
+    kind = torch.float32 if rule.weight is None else rule.weight.dtype
     plain = all(
         p is None
         or (type(p) in (Tensor, nn.Parameter) and p.dtype is kind and p.shape == x.shape[-1:] and p.is_contiguous())

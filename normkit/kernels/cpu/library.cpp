@@ -147,7 +147,7 @@ Options options_of(at::IntArrayRef numbers, at::ArrayRef<double> factors) {
 // What kernels read or write of tensors, which may be missing.
 struct Addresses {
     at::Device device;
-    bool in_cpp;  // parameters are float32; plans of launches know the types of theirs
+    bool in_cpp;  // plans of launches know the types of their parameters
 
     template <class T = float>
     T* operator()(const Tensor& tensor, const char* name) const {
@@ -223,6 +223,10 @@ struct Given : torch::CustomClassHolder {
 
     bool in_cpp() const { return plan.empty(); }
     Addresses addresses(const Tensor& x) const { return {x.device(), in_cpp()}; }
+    // A parameter as the kernels read it: those in C++ as float32.
+    Tensor parameter(const Tensor& given, const char* name, const Tensor& x) const {
+        return in_cpp() && given.defined() ? vector(x, given, name) : given;
+    }
     Tensor plain(const Tensor& input) const {  // contiguous and, as Triton's kernels take for granted, aligned
         const Tensor x = input.resolve_neg().contiguous();
         const bool any_address = in_cpp() || !x.has_storage();
@@ -253,8 +257,9 @@ struct Step : torch::autograd::Function<Step> {
     static Tensor forward(AutogradContext* context, const Tensor& input, const Optional& given_weight,
                           const Optional& given_bias, const c10::intrusive_ptr<Given>& given,
                           variable_list& decisions) {
-        const Tensor weight = given_weight.value_or(Tensor()), bias = given_bias.value_or(Tensor());
         const Tensor x = given->plain(input), y = at::empty_like(x);
+        const Tensor weight = given->parameter(given_weight.value_or(Tensor()), "weight", x);
+        const Tensor bias = given->parameter(given_bias.value_or(Tensor()), "bias", x);
         const bool decided = !decisions.empty();
         if (!decided) decisions = new_decisions(x, given->options, given->state[FILTERED].defined());
         TrainingStep step = common_arguments(x, given->mask, weight, *given, decisions);
@@ -265,7 +270,7 @@ struct Step : torch::autograd::Function<Step> {
         if (!decided) mark_written(given->state, {RUNNING, STEP, SKIPPED, WINDOW, FILTERED, AVERAGES, LAG, WARMUP_END});
         variable_list saved = decisions;
         saved[BATCH] = Tensor();  // unused in the backward pass
-        saved.insert(saved.end(), {input, weight, given->mask});
+        saved.insert(saved.end(), {input, given_weight.value_or(Tensor()), given->mask});
         context->save_for_backward(saved);
         context->saved_data["given"] = at::IValue::make_capsule(given);
         return y;
@@ -277,12 +282,13 @@ struct Step : torch::autograd::Function<Step> {
                     "put them into evaluation mode, or take a per-token norm");
         const auto given = c10::static_intrusive_pointer_cast<Given>(context->saved_data["given"].toCapsule());
         const variable_list saved = context->get_saved_variables();
-        const Tensor x = given->plain(saved[DECISIONS]), weight = saved[DECISIONS + 1], mask = saved[DECISIONS + 2];
+        const Tensor x = given->plain(saved[DECISIONS]), mask = saved[DECISIONS + 2];
+        const Tensor weight = given->parameter(saved[DECISIONS + 1], "weight", x);
         const Tensor dy = given->plain(gradients[0]), dx = at::empty_like(x);
         TORCH_CHECK(dy.has_storage(), "these kernels take no gradients under vmap; take one after the other, or, for a "
                     "norm with the exact gradient, use `with normkit.kernels(\"reference\")`");
         TORCH_CHECK(dy.scalar_type() == x.scalar_type(), "the gradient is ", dy.scalar_type(), ", x ", x.scalar_type());
-        const auto kind = weight.defined() ? weight.scalar_type() : at::kFloat;
+        const auto kind = weight.defined() ? weight.scalar_type() : at::kFloat;  // float32 for C++
         const auto gradient = [&](bool wanted) {  // the kernels in C++ compute both
             return wanted || given->in_cpp() ? at::empty({x.size(-1)}, x.options().dtype(kind)) : Tensor();
         };
@@ -296,7 +302,9 @@ struct Step : torch::autograd::Function<Step> {
         given->run(step, true, x);
         mark_written(given->state, {SKIPPED_GRAD, WINDOW_GRAD, SMOOTH_GRAD});
         // of x, weight, bias, given, decisions
-        return {dx, weight.defined() ? dweight : weight, given->has_bias ? dbias : Tensor(), Tensor(), Tensor()};
+        const auto cast = [&](const Tensor& sum) { return sum.to(saved[DECISIONS + 1].scalar_type()); };
+        return {dx, weight.defined() ? cast(dweight) : weight, given->has_bias ? cast(dbias) : Tensor(), Tensor(),
+                Tensor()};
     }
 };
 
