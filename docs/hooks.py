@@ -47,9 +47,14 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def reference() -> str:
-    """The public names, each with its docstring, by package."""
-    lines = ["# Reference", "", "All public names of `normkit`, `import normkit as nk`."]
-    things = [getattr(normkit, name) for name in normkit.__all__]
+    """The public names and all norms, each with its docstring, by package."""
+    lines = [
+        "# Reference",
+        "",
+        "All public names of `normkit`, `import normkit as nk`, and all norms.",
+    ]
+    things = [*(getattr(normkit, name) for name in normkit.__all__), *normkit.NORMS.values(), normkit.norms.FixNorm]
+    things = [*{id(thing): thing for thing in things}.values()]
     for heading, package in GROUPS.items():
         lines += ["", f"## {heading}"]
         for thing in things:

@@ -3,6 +3,8 @@
 Both convert, train and calibrate as the built-in ones; the second one folds. See docs/guides/add-a-norm.md.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -28,8 +30,8 @@ class HalfWay(StatNorm):
 
     exact_grad = False
 
-    def train_stat(self, batch: Tensor, step: Tensor, count: Tensor) -> Stat:
-        running = self.average(batch)
+    def train_stat(self, batch: Tensor, step: Tensor, count: Tensor, state: Any) -> Stat:
+        running = self.average(batch, state)
         return Stat((batch + running.to(batch.dtype)) / 2, {"running": running})
 
 

@@ -95,22 +95,20 @@ class Instance(Group):
 
 
 class Scale:
-    """TWT Eq. 5: y = g x / max(||x||, eps), one scalar g; `unit_init`: g = sqrt(d) g'.
+    """TWT Eq. 5: y = g x / max(||x||, eps), one scalar g. The maximum cuts the gradient."""
 
-    The maximum cuts the gradient.
-    """
-
-    def __init__(self, dim, eps=1e-5, learn=True, unit_init=False):
-        self.eps, self.learn, self.unit = eps, learn, np.sqrt(dim) if unit_init else 1.0
+    def __init__(self, dim, eps=1e-5, learn=True):
+        self.eps, self.learn = eps, learn
 
     def step(self, x, dy, keep, weight):
-        gain = weight * self.unit
         length = np.linalg.norm(x, axis=-1, keepdims=True)
         u = x / np.maximum(length, self.eps)
         along = (u * dy).sum(-1, keepdims=True)
-        dx = np.where(length >= self.eps, gain / np.maximum(length, self.eps) * (dy - u * along), gain / self.eps * dy)
-        out = {"y": gain * u, "dx": dx}
-        return {**out, "weight": np.array([(dy * u).sum() * self.unit])} if self.learn else out
+        dx = np.where(
+            length >= self.eps, weight / np.maximum(length, self.eps) * (dy - u * along), weight / self.eps * dy
+        )
+        out = {"y": weight * u, "dx": dx}
+        return {**out, "weight": np.array([(dy * u).sum()])} if self.learn else out
 
 
 class NoNorm:
@@ -284,8 +282,6 @@ class Power(Channels):
         average = self.psi2 * (t - 1) / t + batch2 / t
         if self.accumulate == "average":
             self.psi2 = average if warm else self.ema(self.psi2, batch2)
-        elif self.accumulate == "ema":
-            self.psi2 = self.ema(self.psi2, batch2)  # (10)
         else:
             self.psi2 = self.ema(average if t < self.warmup else self.psi2, batch2)
 
@@ -304,13 +300,13 @@ class Power(Channels):
 
 
 class MABN(Channels):
-    """The released MABN2d (megvii), or UNP Eq. 13-14: EMAS forward, SMAS of `window` backward."""
+    """The released MABN2d."""
 
     def __init__(
-        self, dim, eps=1e-5, window=16, alpha=0.98, warmup=100, form="megvii", renorm_after=1000, r_max=5.0
+        self, dim, eps=1e-5, window=16, alpha=0.98, warmup=100, renorm_after=1000, r_max=5.0
     ):  # fmt: skip
         self.eps, self.window, self.alpha, self.warmup = eps, window, alpha, warmup
-        self.form, self.renorm_after, self.r_max = form, renorm_after, r_max
+        self.renorm_after, self.r_max = renorm_after, r_max
         self.x2, self.gz, self.var = np.zeros((window, dim)), np.zeros((window, dim)), np.ones(dim)
 
     def step(self, x, dy, keep, weight, bias):
@@ -319,14 +315,10 @@ class MABN(Channels):
         self.x2[t % self.window] = batch2
         own = t <= self.window or t < self.warmup
         r = 1.0
-        if self.form == "megvii":
-            v = batch2 if own else self.x2.mean(0)
-            if t > max(self.renorm_after, self.warmup):
-                r = np.clip(np.sqrt(v + self.eps) / np.sqrt(self.var + self.eps), 1 / self.r_max, self.r_max)
-            self.var = self.alpha * self.var + (1 - self.alpha) * v
-        else:
-            self.var = self.alpha * self.var + (1 - self.alpha) * batch2
-            v = batch2 if own else self.var
+        v = batch2 if own else self.x2.mean(0)
+        if t > max(self.renorm_after, self.warmup):
+            r = np.clip(np.sqrt(v + self.eps) / np.sqrt(self.var + self.eps), 1 / self.r_max, self.r_max)
+        self.var = self.alpha * self.var + (1 - self.alpha) * v
         sigma = np.sqrt(v + self.eps)
         z = x / sigma
         g = weight * r * dy
@@ -346,10 +338,10 @@ class UN(Channels):
 
     def __init__(
         self, dim, eps=1e-5, window=4, alpha=0.9, warmup=4000, outlier_filtration=False, window_bkw=None,
-        alpha_bkw=None, threshold="scalar", hold=False, warmup_grad="exact", compensate=False, compensate_after=1000,
+        alpha_bkw=None, threshold="scalar", warmup_grad="exact", compensate=False, compensate_after=1000,
     ):  # fmt: skip
         self.alpha_bkw = alpha if alpha_bkw is None else alpha_bkw
-        self.eps, self.alpha, self.warmup, self.filtration, self.hold = eps, alpha, warmup, outlier_filtration, hold
+        self.eps, self.alpha, self.warmup, self.filtration = eps, alpha, warmup, outlier_filtration
         self.threshold, self.exact, self.compensate = threshold, warmup_grad == "exact", compensate
         self.compensate_after, self.forward, self.backward = compensate_after, window, window_bkw or window
         self.x2, self.gz = np.zeros((self.forward, dim)), np.zeros((self.backward, dim))
@@ -372,8 +364,7 @@ class UN(Channels):
         r = 1.0
         if self.compensate and t > max(self.compensate_after, self.warmup) and not outlier:
             r = np.clip(np.sqrt(v + self.eps) / np.sqrt(self.var + self.eps), 1 / 5, 5)
-        if not (outlier and self.hold):
-            self.var = self.alpha * self.var + (1 - self.alpha) * v
+        self.var = self.alpha * self.var + (1 - self.alpha) * v
 
         sigma = np.sqrt(v + self.eps)
         z = x / sigma
@@ -383,8 +374,7 @@ class UN(Channels):
         early = t <= self.backward or t < self.warmup or self.forward == 1
         psi = self.alpha_bkw * self.psi + (1 - self.alpha_bkw) * (s if early or outlier else self.gz.mean(0))  # (17)
         removed = s if outlier or (early and self.exact) else psi
-        if not (outlier and self.hold):
-            self.psi = psi
+        self.psi = psi
         dx = (g - keep[..., None] * z * removed) / sigma
         out = {"y": weight * z + bias, "dx": dx, "weight": (dy * r * z).sum(ROWS), "bias": dy.sum(ROWS), **counters}
         state = {"running": self.var[None], "window_x": self.x2.copy(), "window_g": self.gz.copy()}

@@ -24,10 +24,8 @@ VARIANTS = [
     "power(groups=0, warmup=2, denominator='batch', accumulate='released', warmup_grad='nu')",
     "un(window=2, warmup=2, outlier_filtration=True)",
     "un(window=2, warmup=2, compensate=True, compensate_after=2, window_bkw=3)",
-    "mabn(window=2, warmup=2, form='unp')",
     "group(groups=2, over='sample')",
     "switchable(over='sample')",
-    "scale(unit_init=True)",
     "rms",
     "rms(eps_at='outside', bias=True)",
 ]
@@ -91,14 +89,16 @@ def trained(spec: str, steps: int = 4, dtype: torch.dtype = torch.float64, seed:
 # settings with a rule for kernels (`kernel_rule`), and without
 WITH_KERNEL_RULE = [
     "batch", "batch(running_var='biased', affine=False)", "pnv(bias=False)", "repbn", "un(window=2, warmup=2)",
-    "renorm(warmup=1, r_until=3, d_until=3)", "mabn(window=2, warmup=2, renorm_after=3)",
+    "un(window=2, warmup=2, outlier_filtration=True)", "un(outlier_filtration=True)",
+    "un(window=2, warmup=2, outlier_filtration=True, window_bkw=3, warmup_grad='ema')",
     "un(window=3, window_bkw=2, warmup_grad='ema', alpha_bkw=0.5)", "un(window=1, eps=0.0)",
     "power(groups=0, warmup=2)", "power(groups=2, warmup=2, warmup_grad='nu', clamp=True)",
-    "un", "power(groups=0)", "mabn(window=2)",
+    "un", "power(groups=0)",
 ]  # fmt: skip
 WITHOUT_KERNEL_RULE = [
-    "batch(steps_per_update=2)", "power(groups=0, warmup=2, accumulate='ema')", "mabn(window=2, warmup=2, form='unp')",
-    "un(window=2, warmup=2, outlier_filtration=True)", "un(window=2, warmup=2, steps_per_update=2)",
+    "power(groups=0, warmup=2, accumulate='released')",
+    "un(window=2, warmup=2, outlier_filtration=True, threshold='channel')",
+    "renorm(warmup=1, r_until=3, d_until=3)", "mabn(window=2, warmup=2, renorm_after=3)", "mabn(window=2)",
     "batch(scalar=True)", "un(window=2, warmup=2, scalar=True)", "power(groups=0, warmup=2, scalar=True)",
 ]  # fmt: skip
 

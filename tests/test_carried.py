@@ -12,8 +12,8 @@ from normkit.models import calibrate, convert, find
 from normkit.norms import NORMS, UN, PowerNorm, RowNorm, StatNorm, make, options, parse
 
 
-@pytest.mark.parametrize("old", ["scale", "scale(unit_init=True)", "scale(learn=False)", "scale(affine=False)"])
-@pytest.mark.parametrize("to", ["rms", "scale(eps=1e-6)", "scale(unit_init=True)", "scale(bias=True)"])
+@pytest.mark.parametrize("old", ["scale", "scale(learn=False)", "scale(affine=False)"])
+@pytest.mark.parametrize("to", ["rms", "scale(eps=1e-6)", "scale(bias=True)"])
 def test_one_length_becomes_gains_and_stays_a_length(old, to):
     """ScaleNorm(g) is RMSNorm(g / sqrt(dim)); its length is learned on if it was learned."""
     model, x = nn.Sequential(make(old, 16)), torch.randn(3, 16)
@@ -21,7 +21,7 @@ def test_one_length_becomes_gains_and_stays_a_length(old, to):
         nn.init.constant_(model[0].weight, 0.7)
     converted = convert(model, to)
     torch.testing.assert_close(converted(x), model(x), rtol=1e-4, atol=1e-5)
-    assert converted[0].weight.requires_grad == (old in ("scale", "scale(unit_init=True)"))
+    assert converted[0].weight.requires_grad == (old == "scale")
 
 
 def rows(n=64):
@@ -75,7 +75,7 @@ def test_options_of_the_spec_are_new():
     un = nn.Sequential(trained("un(window=2, warmup=2)").float())
     assert convert(un, "un(window=3)")[0].step == 0, "a window of another size starts empty, and with it the count"
     assert_close(convert(un, "un(window=3)")[0].running, un[0].running)
-    assert convert(un, "un(steps_per_update=2)")[0].step == un[0].step
+    assert convert(un, "un(window=2, sync=True)")[0].step == un[0].step
 
 
 def test_derf_takes_over_the_learned_width_of_dyt():

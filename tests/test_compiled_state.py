@@ -11,7 +11,7 @@ from normkit.norms import make
 
 @pytest.mark.filterwarnings("ignore")  # of compilers
 @pytest.mark.parametrize(
-    "spec", ["power(groups=0, warmup=0)", "un(steps_per_update=2, window=2, warmup=2)", "un(window=2)"]
+    "spec", ["power(groups=0, warmup=0)", "un(outlier_filtration=True, window=2, warmup=2)", "un(window=2)"]
 )
 def test_two_forwards_before_one_backward(spec):
     """State is read in the backward that changes it, not in the forward before."""

@@ -109,7 +109,7 @@ def test_gains_become_one_length_in_scale_norm():
     nn.init.constant_(model[0].weight, 0.7)
     x = torch.randn(3, 16)
     torch.testing.assert_close(convert(model, "scale")(x), model(x))
-    torch.testing.assert_close(convert(model, "scale(unit_init=True)")(x), model(x))
+    torch.testing.assert_close(convert(model, "scale(bias=True)")(x), model(x))
 
 
 # -- rules ------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import normkit
-from normkit.kernels import dispatch, ops
+from normkit.kernels import build, dispatch, ops
 
 KERNELS = pathlib.Path(normkit.__file__).parent / "kernels"
 
@@ -39,45 +39,26 @@ def test_the_environment_chooses():
 
 def test_the_environment_is_read_when_an_op_runs(monkeypatch):
     x = torch.ones(2, 4)
-    for choice in ("reference", "fused"):
+    for choice, kind in (("reference", "reference"), ("native", "native" if build.is_loaded() else "reference")):
         monkeypatch.setenv("NORMKIT_KERNELS", choice)
-        assert dispatch.select(x, "layer", native=False) == choice
+        assert dispatch.select(x, "rms") == kind
 
 
 def test_a_choice_holds_in_its_own_thread():
-    x, inside = torch.ones(2, 4), threading.Barrier(2)
-    found = {}
+    inside, found = threading.Barrier(2), {}
 
     def run(choice):
-        with normkit.kernels(choice) as ran:
+        with normkit.kernels(choice):
             inside.wait()  # both blocks are open at once
-            dispatch.select(x, "layer", native=False)
+            found[choice] = dispatch.current_choice()
             inside.wait()
-        found[choice] = dict(ran)
 
-    threads = [threading.Thread(target=run, args=(choice,)) for choice in ("reference", "fused")]
+    threads = [threading.Thread(target=run, args=(choice,)) for choice in ("reference", "auto")]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {"reference": {"reference layer": 1}, "fused": {"fused layer": 1}}
-
-
-def test_backward_in_another_thread_keeps_the_choice_of_kernels():
-    seen = []
-
-    def backward(block):
-        with dispatch.resumed(block):
-            seen.append(dispatch.current_choice())
-
-    with normkit.kernels("reference"):
-        block = dispatch.current_block()
-        with normkit.kernels("fused"), dispatch.resumed(block):
-            seen.append(dispatch.current_choice())  # the same thread: the block around the backward pass
-    thread = threading.Thread(target=backward, args=(block,))
-    thread.start()
-    thread.join()
-    assert seen == ["fused", "reference"]
+    assert found == {"reference": "reference", "auto": "auto"}
 
 
 def test_a_thread_of_autograd_takes_the_choice_of_the_block_around_the_backward_pass():
@@ -120,19 +101,20 @@ def test_small_inputs_on_a_gpu_take_kernels_of_torch(monkeypatch):
         x, w = torch.empty(8, 32, device="cuda"), torch.empty(32, device="cuda")
         ops.layer(x, w, w, 1e-5)
         ops.rms(x, w, None, 1e-5)
-        assert dict(ran) == {"fused layer": 1, "fused rms": 1}
+        assert dict(ran) == {"torch layer": 1, "torch rms": 1}
         half = x.bfloat16()
-        assert dispatch.is_small(half, w.bfloat16())
-        assert not dispatch.is_small(half, w), "PyTorch's kernels take one type"
-        assert not dispatch.is_small(x, torch.empty(1, device="cuda")), "and a weight for each channel"
-        assert not dispatch.is_small(torch.empty(dispatch.SMALL + 1, device="cuda"))
-        assert not dispatch.is_small(torch.empty(0, 32, device="cuda"))
+        assert dispatch.has_torch_kernel(half, w.bfloat16())
+        assert not dispatch.has_torch_kernel(half, w), "PyTorch's kernels take one type"
+        assert not dispatch.has_torch_kernel(x, torch.empty(1, device="cuda")), "and a weight for each channel"
+        assert not dispatch.has_torch_kernel(torch.empty(dispatch.SMALL // 8, 16, device="cuda"))
+        assert dispatch.has_torch_kernel(torch.empty(dispatch.SMALL // 8, dispatch.LONGEST + 1, device="cuda"))
+        assert not dispatch.has_torch_kernel(torch.empty(0, 32, device="cuda"))
         with monkeypatch.context() as patch:  # a compiled graph would hold for these sizes alone
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
-            assert not dispatch.is_small(x, w)
+            assert not dispatch.has_torch_kernel(x, w)
         monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
-        assert dispatch.is_small(x, w)
-        assert not dispatch.is_small(half, w.bfloat16()), "under autocast they give float32"
+        assert dispatch.has_torch_kernel(x, w)
+        assert not dispatch.has_torch_kernel(half, w.bfloat16()), "under autocast they give float32"
         with normkit.kernels("reference") as plain:
             ops.layer(x, w, w, 1e-5)
         assert dict(plain) == {"reference layer": 1}

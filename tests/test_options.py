@@ -101,10 +101,10 @@ def test_names_that_are_taken_raise_with_what_to_do(name, hint):
 def test_a_constructor_of_ones_own_may_pass_options_on():
     class Own(StatNorm):
         def __init__(self, dim, *, strength=2.0, eps=1e-3):
-            super().__init__(dim, eps=eps, steps_per_update=2)
+            super().__init__(dim, eps=eps, scalar=True)
             self.strength = strength
 
-    assert Own(4, strength=3.0).spec == "Own(steps_per_update=2, strength=3.0)"
+    assert Own(4, strength=3.0).spec == "Own(scalar=True, strength=3.0)"
 
 
 def test_torch_jit_script_raises_with_what_to_use():

@@ -39,7 +39,7 @@ def test_norms_fold_into_layers_with_normalized_weights(normalize, build, size):
 
 def test_a_matrix_that_two_modules_share_stays_shared():
     table, output = nk.fix_embedding(nn.Embedding(9, 4)), nn.Linear(4, 9, bias=False)
-    parametrize.register_parametrization(output, "weight", nk.FixNorm())
+    parametrize.register_parametrization(output, "weight", nk.norms.FixNorm())
     output.parametrizations.weight.original = table.parametrizations.weight.original
     plain = plain_weights(nn.Sequential(table, output))
     assert plain[0].weight is plain[1].weight

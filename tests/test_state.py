@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import normkit
 from normkit.kernels import ops
-from normkit.norms import NORMS, make, parse
+from normkit.norms import make
 
 every = pytest.mark.parametrize("spec", SPECS)
 every_stat = pytest.mark.parametrize("spec", STAT_SPECS)
@@ -116,7 +116,7 @@ def test_statistics_in_half_precision_are_refused():
 
 
 def test_a_state_without_this_norm_leaves_it_alone():
-    model = nn.ModuleDict({"norm": trained("un(warmup=auto, steps_per_update=2)"), "head": nn.Linear(2, 2)})
+    model = nn.ModuleDict({"norm": trained("un(warmup=auto)"), "head": nn.Linear(2, 2)})
     before = copy.deepcopy(model["norm"].state_dict())
     found = model.load_state_dict(model["head"].state_dict(prefix="head."), strict=False)
     assert_close(model["norm"].state_dict(), before)
@@ -136,18 +136,9 @@ def test_a_state_without_windows_starts_the_warm_up_again(spec, choice):
     assert norm.step == 1
 
 
-def test_nu_moves_by_the_gamma_of_all_batches_together():
-    """Equation 13: Gamma is the mean of 1 and 9."""
-    norm = make("power(groups=0, warmup=0, affine=False, eps=0.0, steps_per_update=2)", 1)
-    norm.nu.fill_(1.0)
-    for value in (1.0, 3.0):
-        (norm(torch.full((4, 1), value).requires_grad_()) * 0).sum().backward()
-    assert_close(norm.nu, torch.full((1, 1), 1 - 0.1 * 5))
-
-
 def test_a_state_of_other_options_loads_into_a_norm_on_no_device():
     with torch.device("meta"):
-        norm = make("un(warmup=auto, steps_per_update=2)", DIM)
+        norm = make("un(warmup=auto)", DIM)
     norm.load_state_dict(make("un(warmup=100)", DIM).state_dict(), assign=True)
     assert norm(batch(0, 8, DIM)).isfinite().all()
 
@@ -276,21 +267,6 @@ def test_a_gradient_that_is_not_finite_leaves_the_state_alone(spec):
             assert_close(after[name], value, rtol=0, atol=0)
 
 
-@every_stat
-def test_state_loads_with_another_steps_per_update(spec):
-    single = trained(spec)
-    name, given = parse(spec)
-    double = NORMS[name](DIM, **given, steps_per_update=2).double()
-    train_step(double, batch(0, 6, DIM), batch(1, 6, DIM))
-    double.load_state_dict(single.state_dict())
-    assert not any(double.get_buffer(key).any() for key in ("pending", "pending_grad", "micro_step", "micro_step_grad"))
-    state = double.state_dict()
-    again = trained(spec, steps=1)
-    again.load_state_dict(state)
-    assert_close(again.state_dict(), single.state_dict(), rtol=0, atol=0)
-    assert "pending" in state, "the given dict is unchanged"
-
-
 @every
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_state_is_float32_or_wider_whatever_the_default_type(spec, dtype):
@@ -332,30 +308,6 @@ def test_reset_warmup_starts_again_and_keeps_running(spec):
     assert all(int((b != 0).sum()) == 0 for n, b in norm.named_buffers() if n != "running")
 
 
-@every_stat
-def test_accumulated_steps_move_the_state_once_by_the_joint_batch(spec):
-    name, _, given = spec.partition("(")
-    accumulating = f"{name}(steps_per_update=3, {given or ')'}"
-    parts, whole = random_norm(accumulating), random_norm(spec)
-    for i in range(4):
-        sizes = (2, 5, 3)
-        xs, dys = (
-            [batch(9 * i + j, n, DIM) for j, n in enumerate(sizes)],
-            [batch(99 + j, n, DIM) for j, n in enumerate(sizes)],
-        )
-        for x, dy in zip(xs, dys, strict=True):
-            train_step(parts, x, dy)
-        train_step(whole, torch.cat(xs), torch.cat(dys))
-        assert int(parts.step) == int(whole.step) == i + 1
-        if i == 0 or spec.startswith(("batch", "pnv", "renorm")):  # later, others have normalized by other values
-            names = (
-                dict(whole.named_buffers()) if spec.startswith(("batch", "renorm")) else {"running": 0, "window_x": 0}
-            )
-            for name in names:
-                if hasattr(whole, name) and not name.startswith("skipped"):
-                    assert_close(getattr(parts, name), getattr(whole, name), msg=lambda t, name=name: f"{name}: {t}")
-
-
 @every
 def test_averaged_models_survive_integer_buffers(spec):
     norm = trained(spec, dtype=torch.float32)
@@ -367,16 +319,6 @@ def test_averaged_models_survive_integer_buffers(spec):
     for name, buffer in average.module[0].named_buffers():
         assert buffer.dtype is dict(norm.named_buffers())[name].dtype
     assert average.module.eval()(batch(0, 6, DIM, dtype=torch.float32)).isfinite().all()
-
-
-@pytest.mark.parametrize("option", ["steps_per_update=2", "steps_per_update=3"])
-def test_one_scalar_stays_one_scalar_over_joint_batches(option):
-    norm = make(f"batch(scalar=True, {option})", DIM)
-    for i in range(6):
-        norm(batch(i, 5, DIM) * torch.arange(1, DIM + 1) + i * torch.arange(DIM))
-    assert norm.step > 0
-    assert (norm.running[1] == norm.running[1, 0]).all()
-    assert not (norm.running[0] == norm.running[0, 0]).all()
 
 
 @every_stat

@@ -46,7 +46,7 @@ CASES = {  # message of the error: call
     "folder must be a folder that exists, that of a run; got 'nowhere'": lambda: watch.read_run("nowhere"),
     r"scale_loss\(\) takes an nn\.Module; got NoneType": lambda: nk.scale_loss(None).__enter__(),
     "init must be a number above 0 or None; got -1": lambda: nk.fix_embedding(nn.Embedding(3, 4), init=-1),
-    "eps must be a number of at least 0; got 'x'": lambda: nk.FixNorm("x"),
+    "eps must be a number of at least 0; got 'x'": lambda: nk.norms.FixNorm("x"),
     "a norm is chosen by its name, a string; got None": lambda: nk.options(None),
     "folder must be a path, a string or pathlib.Path; got None": lambda: nk.load_pretrained(None),
     "path must be a path, .* got 3": lambda: watch.read(3),

@@ -19,45 +19,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import normkit
-from normkit.kernels.kernel_rule import find_kernel_rule
-from normkit.kernels.triton import column_kernels as channels
-from normkit.kernels.triton import plan
-from normkit.kernels.triton import row_kernels as rows
-from normkit.kernels.triton import rule_kernels as rules
+from normkit.kernels.rule import find_kernel_rule
+from normkit.kernels.triton import columns as channels
+from normkit.kernels.triton import launch as launches
+from normkit.kernels.triton import plans, rows, rules
 from normkit.kernels.triton.launch import column_launch, row_launch
 
-INTEGERS = ("rows", "width", "groups", "channels", "programs", "x_stride", "r_stride", "dy_stride", "ds_stride")
-INTEGERS += ("shares", "size", "warmup", "until_r", "until_d")
-NUMBERS = ("eps", "rate", "bound_r", "bound_d", "floor")
-COUNTERS = {"STEP", "NEXT", "SKIPPED"}
-WIDE = {
-    "MEAN",
-    "INV",
-    "VAR",
-    "DW",
-    "DB",
-    "P",
-    "SUM",
-    "SQUARE",
-    "COUNT",
-    "STAT",
-    "TOTAL",
-    "SUMS",
-    "OUTPUT_SCALE",
-    "OUTPUT_SHIFT",
-}
-WIDE |= {
-    "REMOVED",
-    "FINITE",
-    "RUNNING",
-    "WINDOW",
-    "BATCH",
-    "VALUE",
-    "SAVED_GRAD",
-    "SAVED_GAMMA",
-    "SMOOTH_GRAD",
-    "WINDOW_GRAD",
-}  # always float32; the others have the type of x
+INTEGERS = {"rows", "width", "groups", "channels", "programs", "x_stride", "dy_stride", "shares", "blocks", "size",
+            "warmup"}  # fmt: skip
+NUMBERS = {"eps", "rate", "floor"}
+COUNTERS = {"STEP", "NEXT", "SKIPPED", "FILTERED"}
+FLAGS = {"MASK", "OUTLIER"}
+ACTIVATIONS = {"X", "Y", "DY", "DX", "W", "B", "FACTOR", "OUT", "MORE", "MORE_OUT"}  # of the type of x; others float32
 
 
 def cases():
@@ -70,59 +43,40 @@ def cases():
             yield rows.row_backward, set(), plain, backward
         yield rows.row_backward, {"W", "DW", "DB"}, {"KIND": "layer", "SCALAR": False}, backward
     yield rows.row_backward, set(), {"KIND": "layer", "SCALAR": False}, row_launch(4096, 8192, backward=True)
-    long = row_launch(64, 40000)
-    yield rows.long_forward, set(), {"KIND": "layer", "SCALAR": False}, long
-    yield rows.long_backward, set(), {"KIND": "layer", "SCALAR": False}, long._replace(block=4096, warps=8)
     down = column_launch(4096, 512)
-    yield rows.row_sums, set(), {"CENTER": True}, down
     for none in (set(), {"MORE", "MORE_OUT"}):
-        yield rows.add_partials, none, {}, down._replace(tile=64, block=32)
+        yield launches.add_partials, none, {}, down._replace(tile=64, block=32)
     for center in (True, False):
         none = set() if center else {"SUM"}
-        given, absent = {"CENTER": center}, {"MEAN", "VAR", "W", "B", "OUTPUT_SCALE", "OUTPUT_SHIFT"}
-        yield channels.column_forward, none | {"Y"} | absent, given, down
+        given = {"CENTER": center}
+        yield channels.column_forward, none | {"Y", "MEAN", "VAR", "W", "B"}, given, down
         yield channels.column_forward, none, given, down
-        yield channels.column_forward, none | absent - {"MEAN", "VAR"} | {"FINITE", "STEP", "NEXT"}, given, down
+        yield channels.column_forward, none | {"W", "B", "FINITE", "STEP", "NEXT"}, given, down
         yield channels.merge_moments, none, given, down._replace(tile=64, block=32)
-        yield (
-            channels.column_backward,
-            {"DX", "REMOVED", "FACTOR", "OUTPUT_SCALE"},
-            {**given, "REAL": True},
-            down,
-        )
+        yield channels.column_backward, {"DX", "REMOVED", "FACTOR"}, {**given, "REAL": True}, down
         yield channels.column_backward, {"SUMS"}, {**given, "REAL": False}, down
         yield channels.column_backward, set(), {**given, "REAL": True}, down
-    every = {"SUM", "WINDOW", "OUTPUT_SCALE", "OUTPUT_SHIFT", "SAVED_GRAD", "SAVED_GAMMA", "SMOOTH_GRAD"}
+    across = down._replace(tile=64, block=32)
+    filters = {"EXCESS", "FILTERED", "OUTLIER"}
+    every = {"SUM", "WINDOW", "SAVED_GRAD", "SAVED_GAMMA", "SMOOTH_GRAD"} | filters
     for rule, used in (
         ("batch", {"SUM"}), ("running", {"SAVED_GRAD", "SAVED_GAMMA", "SMOOTH_GRAD"}), ("geometric", {"WINDOW"}),
-        ("arithmetic", {"WINDOW", "OUTPUT_SCALE"}), ("renorm", {"SUM", "OUTPUT_SCALE", "OUTPUT_SHIFT"}),
+        ("geometric", {"WINDOW"} | filters),
     ):  # fmt: skip
         options = {"RULE": rule, "CENTER": "SUM" in used, "UNBIASED": rule == "batch"}
-        yield rules.train_rule, every - used, options, down._replace(tile=64, block=32)
-    ones = dict.fromkeys(
-        ("programs", "shares", "size", "warmup", "until_r", "until_d"), 1
-    )  # Triton makes them constants
-    options = {"CENTER": False, "UNBIASED": False, **ones}
-    yield (
-        rules.train_rule,
-        every - {"WINDOW", "OUTPUT_SCALE"},
-        {**options, "RULE": "arithmetic"},
-        down._replace(tile=1, block=32),
-    )
-    yield (
-        rules.train_rule,
-        every - {"SUM", "OUTPUT_SCALE", "OUTPUT_SHIFT"},
-        {**options, "RULE": "renorm", "CENTER": True},
-        down._replace(tile=1),
-    )
-    every = {"FINITE", "OUTPUT_SCALE", "OUTPUT_SHIFT", "SAVED_GRAD", "SAVED_GAMMA", "WINDOW_GRAD", "SMOOTH_GRAD"}
+        yield rules.train_rule, every - used, options, across
+    ones = dict.fromkeys(("programs", "shares", "blocks", "size", "warmup"), 1)  # Triton makes them constants
+    options = {"CENTER": False, "UNBIASED": False, "RULE": "geometric", **ones}
+    yield rules.train_rule, every - {"WINDOW"} - filters, options, across._replace(tile=1)
+    yield rules.window_excess, {"SUM"}, {"CENTER": False}, across
+    every = {"FINITE", "SAVED_GRAD", "SAVED_GAMMA", "OUTLIER", "WINDOW_GRAD", "SMOOTH_GRAD"}
     for rule, used in (
-        ("exact", {"OUTPUT_SCALE", "OUTPUT_SHIFT"}),
-        ("running", every - {"OUTPUT_SCALE", "OUTPUT_SHIFT", "WINDOW_GRAD"}),
-        ("windowed", {"FINITE", "WINDOW_GRAD", "SMOOTH_GRAD"}),
-    ):  # fmt: skip
+        ("exact", set()),
+        ("running", every - {"WINDOW_GRAD", "OUTLIER"}),
+        ("windowed", {"FINITE", "WINDOW_GRAD", "SMOOTH_GRAD", "OUTLIER"}),
+    ):
         options = {"RULE": rule, "EXACT": True, "CLAMP": True, "CENTER": rule == "exact", "REAL": rule != "exact"}
-        yield rules.grad_rule, every - used, options, down._replace(tile=64, block=32)
+        yield rules.grad_rule, every - used, options, across
 
 
 def compile_one(kernel, none, constants, launch, dtype, capability):
@@ -142,7 +96,7 @@ def compile_one(kernel, none, constants, launch, dtype, capability):
         elif name in COUNTERS:
             signature[name] = "*i64"
         else:
-            signature[name] = "*u8" if name == "MASK" else "*fp32" if name in WIDE else f"*{dtype}"
+            signature[name] = "*u8" if name in FLAGS else f"*{dtype}" if name in ACTIVATIONS else "*fp32"
     signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
     keys = {(kernel.arg_names.index(name),): value for name, value in constexprs.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if signature[n][0] == "*"}
@@ -152,7 +106,7 @@ def compile_one(kernel, none, constants, launch, dtype, capability):
 
 
 def compile_plans(capability):
-    """Yield all kernels of some plans, as `plan.compiled` has them made for a device."""
+    """Yield all kernels of some plans, as `plans.compiled` has them made for a device."""
     found = []
 
     def keep(made):
@@ -166,12 +120,14 @@ def compile_plans(capability):
         mock.patch("triton.compiler.CompiledKernel._init_handles", keep),
     ):
         for spec, dtype, masked in (
-            ("un", torch.bfloat16, True), ("renorm", torch.float32, False), ("power(groups=0)", torch.float16, False)
+            ("un(outlier_filtration=True)", torch.bfloat16, True), ("batch", torch.float32, False),
+            ("power(groups=0)", torch.float16, False),
         ):  # fmt: skip
             norm, x = normkit.make(spec, 512), torch.empty(4096, 512, dtype=dtype)
             mask = torch.ones(4096, dtype=torch.bool) if masked else None
-            form = plan.form(norm, find_kernel_rule(norm), x, mask, "power" in spec, 16, 64)._replace(device=0)
-            assert len(plan.kernels(form)) == 3 * 7
+            rule = find_kernel_rule(norm, norm.state())
+            form = plans.form(norm, rule, x, mask, "power" in spec, 16, 64)._replace(device=0)
+            assert len(plans.kernels(form)) == 3 * 8
     return found
 
 

@@ -10,8 +10,8 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from normkit.kernels import dispatch, step
-from normkit.kernels.triton import plan
+from normkit.kernels import dispatch, native
+from normkit.kernels.triton import plans
 
 ADDRESSES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*fp16": torch.float16, "*i64": torch.int64,
              "*u8": torch.uint8}  # fmt: skip
@@ -64,10 +64,10 @@ driver = *(ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in _ca
 
 @functools.cache
 def compiled(kernel, given, constants, dtypes, channels, device) -> tuple[int, int, int]:
-    """As `plan.compiled`, for the interpreter."""
+    """As `plans.compiled`, for the interpreter."""
     fixed = dict(constants)
     warps = fixed.pop("num_warps")
-    return handle(kernel, plan.types_of(kernel.arg_names, given, fixed, dtypes), fixed), warps, 0
+    return handle(kernel, plans.types_of(kernel.arg_names, given, fixed, dtypes), fixed), warps, 0
 
 
 def patch_once(function: Any, patch: Any = interpreter._patch_lang) -> Any:
@@ -80,6 +80,7 @@ def patch_once(function: Any, patch: Any = interpreter._patch_lang) -> Any:
 def install() -> None:
     """Let C++ launch on CPU tensors by this driver."""
     interpreter._patch_lang = patch_once
-    plan.driver, plan.compiled = (lambda device: driver), compiled
-    step._can_launch = lambda x: not dispatch.is_traced()
+    plans.driver, plans.compiled = (lambda device: driver), compiled
+    can_step = native.can_step
+    native.can_step = lambda x, rule: can_step(x.to("meta"), rule) and not dispatch.is_traced()
     torch._C._cuda_getCurrentRawStream = lambda device: 0

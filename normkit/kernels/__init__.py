@@ -1,7 +1,7 @@
-"""Numerics without state: no `nn.Module`, no method names.
+"""Numerics: no `nn.Module`, no method names.
 
-`reference.py` has the arithmetic in plain PyTorch. `ops.py` offers the same operations to norms and runs each by the
-implementation that `dispatch.py` selects: `triton/` on a GPU, `cpu/` (C++) or `fused.py` on a CPU, else the reference.
+Norms call `ops.py`, which chooses the implementation: `triton/` on a GPU, `native.py` (C++, `cpu/`) on a CPU, else
+`reference.py`, which defines what all of them compute. `rule.py` has what a norm with batch statistics hands over.
 
 The public function `normkit.kernels` hides this package as an attribute of `normkit`: import its modules with
 `from normkit.kernels import ops`.

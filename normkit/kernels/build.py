@@ -1,7 +1,6 @@
 """Compilation of the C++ code for this machine, on first use, into the cache folder."""
 
 import contextlib
-import ctypes
 import functools
 import hashlib
 import os
@@ -14,91 +13,63 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from normkit._util import cache_folder, write_whole
 
-SOURCES, TORCH = Path(__file__).parent / "cpu", Path(torch.__file__).parent
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-ABI = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-STEP_FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC", ABI)
-TIMEOUT = 300  # seconds; the kernels take about 11, the steps, which read PyTorch's headers, 14
+SOURCES, TORCH = Path(__file__).parent, Path(torch.__file__).parent
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+WIDE = ("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()  # compilers choose 256 bits
+TIMEOUT = 300  # seconds; it takes about 25, half of them for PyTorch's headers
 
 _lock = threading.Lock()
 
 
-def library() -> ctypes.CDLL | None:
-    """The loaded library, or None; `obstacle` has the reason."""
-    with _lock:
-        return _load()[0]
+def is_loaded() -> bool:
+    """Load the C++ kernels, `torch.ops.normkit`, and compile them before if needed; False if that fails."""
+    return not obstacle()
 
 
 def obstacle() -> str:
     """The reason why there are no C++ kernels; empty if there are."""
     with _lock:
-        return _load()[1]
-
-
-def step_op() -> Callable[..., Any] | None:
-    """The operation of step.cpp, or None if it cannot be compiled."""
-    with _lock:
-        return _load_step()
+        return _load()
 
 
 @functools.cache
-def pass_addresses(dtype: torch.dtype) -> tuple[int, ...]:
-    """Addresses of the two passes of a training step on activations of this type."""
-    kernels, kind = library(), str(dtype).removeprefix("torch.")
-    assert kernels is not None
-    return tuple(ctypes.c_void_p.in_dll(kernels, f"{name}_{kind}").value or 0 for name in ("train", "differentiate"))
-
-
-@functools.cache
-def _load() -> tuple[ctypes.CDLL | None, str]:
+def _load() -> str:
     if sys.platform != "linux":
-        return None, f"the C++ kernels need Linux; this is {sys.platform}"
+        return f"the C++ kernels need Linux; this is {sys.platform}"
     compiler = _compiler()
     if not compiler:
-        return None, "there is no C++ compiler: install g++, or name one in CXX"
+        return "there is no C++ compiler: install g++, or name one in CXX"
+    include = [f"-I{TORCH / folder}" for folder in ("include", "include/torch/csrc/api/include")]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     # linked with the OpenMP that came with PyTorch, so that both use the same threads
     openmp = [str(path) for path in sorted(TORCH.glob("lib/libgomp*.so*"))[:1]]
-    return _built("kernels", compiler, [*FLAGS, str(SOURCES / "kernels.cpp"), *openmp, "-Wl,--as-needed"], ctypes.CDLL)
-
-
-@functools.cache
-def _load_step() -> Callable[..., Any] | None:
-    compiler = _compiler()
-    if sys.platform != "linux" or not compiler:
-        return None
-    include = [f"-I{TORCH / folder}" for folder in ("include", "include/torch/csrc/api/include")]
-    linked = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
-    arguments = [*STEP_FLAGS, *include, str(SOURCES.parent / "step.cpp"), *linked]
-    return _built("step", compiler, arguments, _operation)[0]
-
-
-def _operation(path: str) -> Callable[..., Any]:
-    torch.ops.load_library(path)
-    return torch.ops.normkit.step.default
-
-
-def _built(name: str, compiler: list[str], arguments: list[str], load: Callable[[str], Any]) -> tuple[Any | None, str]:
-    """Compile, unless that is done, and load; None and the reason if it fails."""
+    linked = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu", *openmp, "-Wl,--as-needed"]
+    arguments = [*FLAGS, *WIDE, abi, *include, str(SOURCES / "cpu" / "library.cpp"), *linked]
     try:
-        path = _private(cache_folder() / "native") / f"{name}-{_key(compiler, arguments)}.so"
-        if not path.exists():
-            with _alone(path):
-                if not path.exists():
-                    _compile([*compiler, *arguments], path)
-        return load(str(path)), ""
+        torch.ops.load_library(str(_compiled(compiler, arguments)))
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", "") or str(error)
-        why = f"{compiler[0]} could not compile {name}.cpp, or Python not load it: {output.strip()[-500:]}"
+        why = f"{compiler[0]} could not compile library.cpp, or Python not load it: {output.strip()[-500:]}"
         warnings.warn(f"normkit: {why}. Slower code runs instead", RuntimeWarning, stacklevel=2)
-        return None, why
+        return why
+    return ""
+
+
+def _compiled(compiler: list[str], arguments: list[str]) -> Path:
+    """Path of the library, compiled unless that is done."""
+    path = _private(cache_folder() / "native") / f"kernels-{_key(compiler, arguments)}.so"
+    if not path.exists():
+        with _alone(path):
+            if not path.exists():
+                _compile([*compiler, *arguments], path)
+    return path
 
 
 def _compiler() -> list[str]:
@@ -112,9 +83,8 @@ def _key(compiler: list[str], arguments: list[str]) -> str:
     """Hash of all that matters to the result: machines may share a home folder."""
     about = Path("/proc/cpuinfo").read_text(encoding="utf8", errors="replace").split("\n\n")[0].splitlines()
     processor = [line for line in about if line.lower().startswith(("flags", "features", "model name", "cpu part"))]
-    folder = SOURCES.parent
-    sources = [path.read_text(encoding="utf8") for path in sorted([*folder.rglob("*.h"), *folder.rglob("*.cpp")])]
-    arguments = [argument.removeprefix(str(folder)) for argument in arguments]  # the same wherever the sources are
+    sources = [path.read_text(encoding="utf8") for path in sorted([*SOURCES.rglob("*.h"), *SOURCES.rglob("*.cpp")])]
+    arguments = [argument.removeprefix(str(SOURCES)) for argument in arguments]  # the same wherever the sources are
     parts = [*sources, *compiler, *arguments, torch.__version__, platform.machine(), *processor]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 

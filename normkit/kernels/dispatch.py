@@ -1,4 +1,4 @@
-"""Selection of the implementation of an op: Triton, C++, fused or plain PyTorch."""
+"""Selection of the implementation of an operation: Triton, C++ or plain PyTorch."""
 
 import collections
 import contextlib
@@ -16,24 +16,22 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from normkit.kernels import build
-from normkit.kernels.cpu import entry as cpu
+from normkit.kernels import build, native, reference
 
-CHOICES = ("auto", "triton", "native", "fused", "reference")
+CHOICES = ("auto", "triton", "native", "reference")
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-HALVES = (torch.bfloat16, torch.float16)
+LONGEST = 8192  # channels of a row that one program in Triton holds in registers; 16384 spill
 SMALL = 1 << 22  # numbers; at 4096 x 512 Triton saves an H200 at most 0.007 ms a norm, and costs the host 0.4 ms
 PROXY = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]  # of torch.fx's make_fx
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One `with kernels(...)` block: choice, the block around it, counts, and its thread."""
+    """One `with kernels(...)` block: choice, the block around it, and counts."""
 
     choice: str
     outer: "Block | None"
     ran: collections.Counter[str] = field(default_factory=collections.Counter)
-    thread: int = field(default_factory=threading.get_ident)
 
 
 _block: ContextVar[Block | None] = ContextVar("normkit_kernels", default=None)
@@ -52,12 +50,11 @@ def kernels(choice: str) -> Iterator[collections.Counter[str]]:
     Args:
         choice: One of
 
-            - "auto": in eager mode the first of the next three that can run, else the reference.
+            - "auto": in eager mode the first of the next two that can run, else the reference. PyTorch's own kernels
+              of LayerNorm and RMSNorm go first on a GPU, up to 4 million numbers.
             - "triton": Triton kernels for float32, bfloat16 and float16 tensors on CUDA; needs the package triton.
               CPU tensors need its interpreter (`TRITON_INTERPRET=1` before Python starts).
             - "native": C++ kernels for float32 and bfloat16 on a CPU; needs Linux and a C++ compiler on first use.
-            - "fused": PyTorch's own fused kernels: on a CPU; on a GPU those of LayerNorm and RMSNorm, which "auto"
-              takes before Triton up to 4 million numbers.
             - "reference": plain PyTorch. Per-token norms can be differentiated twice; norms with batch statistics
               cannot while they train, with any implementation.
 
@@ -98,11 +95,6 @@ def current_choice() -> str:
     return choice
 
 
-def current_block() -> Block | None:
-    """The innermost block, for `resumed` in a backward pass."""
-    return None if torch.compiler.is_compiling() else _innermost()
-
-
 def _innermost() -> Block | None:
     block = _block.get()
     if block is None and _entered and isinstance(threading.current_thread(), threading._DummyThread):
@@ -110,62 +102,55 @@ def _innermost() -> Block | None:
     return block
 
 
-@contextlib.contextmanager
-def resumed(block: Block | None) -> Iterator[None]:
-    """Continue a forward pass's block in a backward pass that autograd runs in another thread."""
-    if block is None or block.thread == threading.get_ident() or _block.get() is not None:
-        yield
-        return
-    token = _block.set(block)
-    try:
-        yield
-    finally:
-        _block.reset(token)
-
-
 def select(
-    x: Tensor, name: str, wide: torch.dtype | None = None, *, native: bool = True, fused: bool = True,
-    small: bool = False,
-) -> str:  # fmt: skip
-    """Select the implementation of an op on `x` and count it.
+    x: Tensor,
+    name: str,
+    wide: torch.dtype = torch.float32,
+    *,
+    width: int = 0,
+    native: bool = True,
+    counted: bool = True,
+) -> str:
+    """Select the implementation of an operation on `x`.
 
     Args:
-        x: The op's main argument.
-        name: The op's name.
-        wide: Type of the op's vectors `[C]`; None for an op per token.
+        x: Its main argument.
+        name: Its name.
+        wide: Type of its vectors `[C]`.
+        width: Channels that are normalized together; 0 for an operation on columns.
         native: Whether there is a C++ kernel for these arguments.
-        fused: Whether PyTorch has fused kernels for these arguments on a CPU.
-        small: Whether PyTorch's kernel for a GPU goes first: `is_small` of an op that has one.
+        counted: Count it for the blocks around; else the caller does.
 
     Returns:
-        "triton", "native", "fused" or "reference".
+        "triton", "native" or "reference".
 
     Raises:
         RuntimeError: If "triton" was chosen and cannot run on `x`.
     """
     if torch.compiler.is_compiling():  # Inductor fuses it, and cannot look into a kernel
         return "reference"
-    choice, narrow = current_choice(), wide is None or wide is torch.float32
-    if small and choice in ("auto", "fused"):
-        kind = "fused"
-    elif narrow and can_use_triton(x, name, choice):
+    choice, kind = current_choice(), "reference"
+    if wide is torch.float32 and can_use_triton(x, name, choice, width):
         kind = "triton"
-    elif native and narrow and can_use_native(x, choice):
+    elif wide is torch.float32 and native and can_use_native(x, choice):
         kind = "native"
-    elif fused and (can_use_torch_kernels(x, choice) if wide is None else can_join(x, wide)):
-        kind = "fused"
-    else:
-        kind = "reference"
-    count(kind, name)
+    if counted:
+        count(kind, name)
     return kind
 
 
-def is_small(x: Tensor, *parameters: Tensor | None) -> bool:
-    """True for a small `x` on a GPU whose type PyTorch's own kernel takes and returns."""
+def module(kind: str) -> ModuleType:
+    """The module that implements operations in this way."""
+    return load_triton() if kind == "triton" else {"native": native, "reference": reference}[kind]
+
+
+def has_torch_kernel(x: Tensor, *parameters: Tensor | None) -> bool:
+    """True for an `x` on a GPU, small or of long rows, whose type PyTorch's own kernel takes and returns."""
     return (
         not torch.compiler.is_compiling()  # which would keep a graph for these sizes alone
         and x.is_cuda
-        and 0 < x.numel() <= SMALL
+        and (0 < x.numel() <= SMALL or x.shape[-1] > LONGEST)
+        and current_choice() == "auto"
         and all(p is None or (p.dtype is x.dtype and p.shape == x.shape[-1:]) for p in parameters)
         and (x.dtype is torch.float32 or not torch.is_autocast_enabled("cuda"))  # else it gives float32
     )
@@ -179,59 +164,30 @@ def count(kind: str, name: str) -> None:
         block = block.outer
 
 
-def custom_kernels(x: Tensor, wide: torch.dtype) -> ModuleType | None:
-    """Our kernels for channels, if they run eagerly on `x` with vectors `[C]` of type `wide`.
-
-    They do what PyTorch has no kernels for: moments and output on one reading, a method's rules (`train`) and, in C++,
-    layer-scale on their way.
-    """
-    if wide is not torch.float32 or torch.compiler.is_compiling():
-        return None
-    choice = current_choice()
-    if can_use_triton(x, "standardize", choice):
-        return load_triton()
-    return cpu if can_use_native(x, choice) else None
-
-
-def can_use_triton(x: Tensor, name: str, choice: str) -> bool:
+def can_use_triton(x: Tensor, name: str, choice: str, width: int = 0) -> bool:
     """Check for a Triton kernel on `x` in eager mode; RuntimeError if chosen in vain."""
     if choice not in ("auto", "triton") or (choice == "auto" and not x.is_cuda):
         return False
     obstacle = _triton_obstacle(x)
+    if width > LONGEST:
+        obstacle = f"there are kernels for rows of at most {LONGEST} channels; x has {width}"
     if obstacle and choice == "triton":
         raise RuntimeError(f'kernels("triton") cannot run {name!r}: {obstacle}; use kernels("auto")')
     return not obstacle
 
 
-def can_use_native(x: Tensor, choice: str = "") -> bool:
-    """True if the C++ kernels run on `x`."""
-    choice = choice or current_choice()
+def can_use_native(x: Tensor, choice: str) -> bool:
+    """True if the C++ kernels run on `x`: a plain tensor on a CPU, not empty, in eager mode."""
     return (
-        x.dtype in cpu.DTYPES
-        and choice in ("auto", "native")
-        and can_use_torch_kernels(x, choice)
-        and not is_traced()
-        and build.library() is not None
-    )
-
-
-def can_use_torch_kernels(x: Tensor, choice: str = "") -> bool:
-    """True if kernels for CPUs may run on `x`: a plain tensor, not empty, in eager mode."""
-    return (
-        x.device.type == "cpu"
+        choice in ("auto", "native")
+        and x.is_cpu
+        and x.dtype in native.DTYPES
         and type(x) in (Tensor, nn.Parameter)
-        and x.dtype.is_floating_point
         and x.numel() > 0
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
         and not torch._C._are_functorch_transforms_active()
-        and (choice or current_choice()) in ("auto", "native", "fused")
+        and not is_traced()
+        and build.is_loaded()
     )
-
-
-def can_join(x: Tensor, wide: torch.dtype) -> bool:
-    """True if PyTorch's kernels take `x` and vectors `[C]` of type `wide` together."""
-    return (x.dtype is wide or (x.dtype in HALVES and wide is torch.float32)) and can_use_torch_kernels(x)
 
 
 def is_traced() -> bool:
@@ -247,9 +203,9 @@ def _needs_torch_operations() -> bool:
 
 def load_triton() -> ModuleType:
     """The Triton kernels, imported on first use because triton is optional."""
-    from normkit.kernels.triton import entry
+    from normkit.kernels import triton
 
-    return entry
+    return triton
 
 
 def is_interpreted() -> bool:

@@ -1,62 +1,56 @@
-"""Operations that norms use, each run by the implementation that `dispatch` selects.
+"""The operations that norms call; which implementation runs is decided here.
 
-`reference.py` defines what each computes. With `groups`, a per-channel operation first applies layer-scale to every
-row; only the C++ kernels take it, in the same pass.
+`reference.py` defines what each computes. Norms of tokens call `layer`, `rms`, `scale` and `group`. Norms with batch
+statistics call `train_step` in training and `scale_shift` at inference.
 """
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from normkit.kernels import dispatch, fused, layout, reference
-from normkit.kernels.cpu import entry as cpu
+from normkit.kernels import dispatch, layout, native, reference
+from normkit.kernels.records import is_recomputed
+from normkit.kernels.rule import Rule, State, find_kernel_rule
+
+HALVES = (torch.bfloat16, torch.float16)
 
 # -- per token --------------------------------------------------------------------------------------------------------
 
 
 def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Center and scale each row, with the biased variance."""
-    joined = all(p is None or dispatch.can_join(x, p.dtype) for p in (weight, bias))
-    joined &= bias is None or bias.dtype is (x if weight is None else weight).dtype  # else PyTorch raises an error
-    half = x.dtype in dispatch.HALVES  # PyTorch's kernel for a CPU adds up gradients of weight and bias in this type
-    joined &= not (half and torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (weight, bias)))
-    native = half and reference.wide_type(x, weight, bias) is torch.float32
-    kind = dispatch.select(x, "layer", native=native, fused=joined, small=dispatch.is_small(x, weight, bias))
-    if kind == "fused":
+    if dispatch.has_torch_kernel(x, weight, bias):
+        dispatch.count("torch", "layer")
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    if kind == "native":
-        return cpu.divide(x, weight, bias, eps, center=True)
-    return _module(kind).layer(x, weight, bias, eps)
+    # PyTorch's kernel for a CPU is as fast in float32, and adds up gradients of halves in their type
+    half = x.dtype in HALVES
+    kind = dispatch.select(x, "layer", reference.wide_type(x, weight, bias), width=x.shape[-1], native=half)
+    return dispatch.module(kind).layer(x, weight, bias, eps)
 
 
 def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, inside: bool = True) -> Tensor:
     """Divide each row by its root mean square, with `eps` inside the root or added to it."""
-    native = inside and reference.wide_type(x, weight, bias) is torch.float32
-    small = inside and bias is None and dispatch.is_small(x, weight)
-    kind = dispatch.select(x, "rms", native=native, fused=inside and _needs_grad(x, weight), small=small)
-    if kind == "fused" and small:
+    if inside and bias is None and dispatch.has_torch_kernel(x, weight):
+        dispatch.count("torch", "rms")
         return F.rms_norm(x, x.shape[-1:], weight, eps)
-    if kind in ("native", "fused"):
-        return _module(kind).divide(x, weight, bias, eps)
-    return _module(kind).rms(x, weight, bias, eps, inside=inside)
+    kind = dispatch.select(x, "rms", reference.wide_type(x, weight, bias), width=x.shape[-1], native=inside)
+    if kind == "native":
+        return native.rms(x, weight, bias, eps)
+    return dispatch.module(kind).rms(x, weight, bias, eps, inside=inside)
 
 
 def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Divide each row by its length, at least `eps`."""
-    analytic = (weight is None or weight.numel() == 1) and _needs_grad(x, weight)
-    kind = dispatch.select(x, "scale", native=reference.wide_type(x, weight, bias) is torch.float32, fused=analytic)
-    if kind in ("native", "fused"):
-        return _module(kind).divide(x, weight, bias, eps, length=True)
-    return _module(kind).scale(x, weight, bias, eps)
+    kind = dispatch.select(x, "scale", reference.wide_type(x, weight, bias), width=x.shape[-1])
+    return dispatch.module(kind).scale(x, weight, bias, eps)
 
 
 def group(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int) -> Tensor:
     """Normalize each of `groups` runs of consecutive channels of each row as `layer` does."""
-    kind = dispatch.select(x, "group", native=False, fused=False)
-    return _module(kind).group(x, weight, bias, eps, groups)
+    width = x.shape[-1] // groups
+    kind = dispatch.select(x, "group", reference.wide_type(x, weight, bias), width=width, native=False)
+    return dispatch.module(kind).group(x, weight, bias, eps, groups)
 
 
 def group_rms(x: Tensor, eps: float, groups: int, *, inside: bool = True) -> Tensor:
@@ -67,91 +61,73 @@ def group_rms(x: Tensor, eps: float, groups: int, *, inside: bool = True) -> Ten
     return rms(x.unflatten(-1, (groups, -1)), None, None, eps, inside=inside).flatten(-2)
 
 
-def _module(kind: str) -> Any:
-    """The module that implements operations in this way."""
-    return dispatch.load_triton() if kind == "triton" else {"native": cpu, "fused": fused, "reference": reference}[kind]
-
-
-def _needs_grad(x: Tensor, weight: Tensor | None) -> bool:
-    """True if a backward pass is needed; without one, plain operations are as fast."""
-    wanted = x.requires_grad or (weight is not None and weight.requires_grad)
-    return wanted and torch.is_grad_enabled() and forward_ad._current_level < 0
-
-
-# -- per channel ------------------------------------------------------------------------------------------------------
+# -- norms with batch statistics --------------------------------------------------------------------------------------
 
 
 def moments(
-    x: Tensor, mask: Tensor | None = None, center: bool = False, dtype: torch.dtype | None = None, groups: int = 0,
-    eps: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor, mask: Tensor | None = None, center: bool = False, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """Statistics `[k, C]` of the real rows of `x` and their number: `reference.moments`."""
     dtype = x.dtype if dtype is None else dtype
-    kind = dispatch.select(x, "moments", dtype)
-    if kind == "triton":
-        return dispatch.load_triton().moments(x, mask, center)
+    return dispatch.module(dispatch.select(x, "moments", dtype)).moments(x, mask, center, dtype)
+
+
+def scale_shift(x: Tensor, scale: Tensor, shift: Tensor, groups: int = 0, eps: float = 0.0) -> Tensor:
+    """`x * scale + shift` with vectors `[C]`; with `groups` of `x` after layer-scale."""
+    plain = torch.compiler.is_compiling() or torch.is_grad_enabled() or dispatch.is_traced() or not layout.has_rows(x)
+    kind = "reference" if plain else dispatch.select(x, "scale_shift", scale.dtype)
     if kind == "native":
-        return cpu.moments(x, mask, center, groups, eps)
-    return (fused if kind == "fused" else reference).moments(x, mask, center, dtype)
+        return native.scale_shift(x, scale, shift, groups, eps)
+    x = group_rms(x, eps, groups) if groups else x
+    return dispatch.module(kind).scale_shift(x, scale, shift)
 
 
-def standardize(
-    x: Tensor, stat: Tensor, eps: float, center: bool, scale: Tensor | None = None, shift: Tensor | None = None,
-    groups: int = 0,
-) -> Tensor:  # fmt: skip
-    """Standardize with given statistics: see `reference.standardize`."""
-    kind = dispatch.select(x, "standardize", stat.dtype)
-    if kind == "native":
-        return cpu.standardize(x, stat, eps, center, scale, shift, groups)
-    return _module(kind).standardize(x, stat, eps, center, scale, shift)
+def train_step(x: Tensor, mask: Tensor | None, rule: Rule, state: State) -> Tensor:
+    """Normalize a batch by a rule in training, and move the state: `reference.train_step`.
 
+    A forward that activation checkpointing runs again takes the decisions of the first, and moves nothing.
 
-def select_grad(dy: Tensor, x: Tensor, wide: torch.dtype, groups: int = 0) -> str:
-    """Select the implementation of `standardize_grad` and count it.
-
-    With layer-scale it is that of the forward pass.
+    Args:
+        x: `[..., C]`.
+        mask: `[...]`, True where a row is real.
+        rule: The method; a `StatNorm`.
+        state: Its buffers.
     """
-    kind = dispatch.select(x, "standardize_grad", wide)
-    if groups:
-        return "native"
-    if kind in ("native", "fused") and not dispatch.can_use_torch_kernels(dy):
-        return "reference"
-    return "fused" if kind == "native" and dy.dtype is not x.dtype else kind
+    _check_training(state)
+    x = x.contiguous()  # kept for the backward pass, too
+    wide = torch.promote_types(x.dtype, state.running.dtype)
+    kind = dispatch.select(x, "train_step", wide, counted=False)
+    groups = rule.groups if kind == "native" else 0  # C++ applies layer-scale on its way
+    x = group_rms(x, rule.eps, rule.groups) if rule.groups and not groups else x
+    kernels = reference.Kernels(dispatch.module(kind), wide, **({"groups": groups, "eps": rule.eps} if groups else {}))
+    found = None
+    if is_recomputed():
+        with torch.no_grad():
+            data = x.detach()
+            found = state.records.find(data, lambda mask: rule.pool(kernels.moments(data, mask, rule.center)[0]))
+        mask = mask if found is None else found.mask
+    kernel_rule = find_kernel_rule(rule, state) if kind != "reference" else None
+    in_one_call = kernel_rule is not None and native.can_step(x, rule) and not (x.is_cuda and dispatch.is_traced())
+    known = in_one_call and found is None and rule.known_in_advance(state)
+    if not torch.compiler.is_compiling():
+        dispatch.count(kind, "train_step on one reading" if known else "train_step")
+    if in_one_call:
+        plan = dispatch.load_triton().plan if kind == "triton" else None
+        y, statistics = native.step(x, mask, rule, state, kernel_rule, known, plan, groups, found)
+    else:
+        y, statistics = reference.train_step(x, mask, rule, state, kernels, found)
+    state.records.add(statistics, y)
+    return y
 
 
-def standardize_grad(
-    dy: Tensor, x: Tensor, stat: Tensor, eps: float, center: bool, factor: Tensor | None = None,
-    mask: Tensor | None = None, removed: Tensor | None = None, sums: bool = True, real: bool = False, groups: int = 0,
-    kind: str = "",
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradient of `standardize`: `reference.standardize_grad`; `kind` is from `select_grad`."""
-    kind = kind or select_grad(dy, x, stat.dtype, groups)
-    given = dy, x, stat, eps, center, factor, mask, removed, sums, real
-    if kind == "native":
-        return cpu.standardize_grad(*given, groups=groups)
-    return _module(kind).standardize_grad(*given)
-
-
-def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """`x * scale + shift` with vectors `[C]` of a type to compute in; in the type of `x`."""
-    if not torch.is_grad_enabled() and dispatch.can_join(x, scale.dtype) and layout.has_rows(x):
-        shift = shift.to(scale.dtype)
-        if scale.dtype is torch.float32 and dispatch.can_use_native(x):
-            return cpu.multiply_add(x, scale.contiguous(), shift.contiguous())
-        return fused.multiply_add(x, scale, shift)
-    return reference.multiply_add(x, scale, shift)
-
-
-# -- whole passes of a norm with batch statistics ---------------------------------------------------------------------
-
-
-def infer(norm: Any, x: Tensor) -> Tensor | None:
-    """Apply a norm by its running statistics; None without a kernel or with gradients."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or dispatch.is_traced() or not layout.has_rows(x):
-        return None
-    kernels = dispatch.custom_kernels(x, norm.running.dtype)
-    if kernels is None:
-        return None
-    dispatch.select(x, "infer", norm.running.dtype)
-    given = norm.running, norm.eps, norm.center, norm.weight, norm.bias
-    return cpu.standardize(x, *given, norm.groups) if kernels is cpu else kernels.standardize(norm.rest(x), *given)
+def _check_training(state: State) -> None:
+    # the flag itself: before PyTorch 2.12, is_exporting() is True in a graph of torch.compile, too
+    if torch.jit.is_tracing() or torch.compiler._is_exporting_flag:  # type: ignore[attr-defined]
+        raise RuntimeError("exported and traced graphs lose a norm's training gradient; call model.eval() first")
+    eager = not torch.compiler.is_compiling()
+    if eager and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
+        raise RuntimeError(
+            "norms with batch statistics do not train under torch.func or in forward mode; call model.eval() first"
+        )
+    if state.running.dtype in HALVES:
+        raise TypeError(f"the statistics are {state.running.dtype}; keep buffers float32 (FSDP: buffer_dtype=None)")

@@ -1,15 +1,23 @@
-"""The arithmetic of all norms in plain PyTorch.
+"""The arithmetic of all norms in plain PyTorch; it defines what all kernels compute.
 
 Per-token operations compute in float32 or wider and return the type of `x`. Per-channel statistics have `k` rows:
-`[2, C]` (mean, variance) with the mean removed, else `[1, C]` (quadratic mean).
+`[2, C]` (mean, variance) with the mean removed, else `[1, C]` (quadratic mean). `train_step` is a training step of a
+norm with batch statistics. It takes four operations on rows from here, or from the module of other kernels: `moments`,
+`scale_shift`, `gradient_sums` and `gradient`.
 """
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from normkit.kernels import sync
+from normkit.kernels.records import StepStatistics, snapshot
+from normkit.kernels.rule import Rule, State, usable
 
 # -- per token --------------------------------------------------------------------------------------------------------
 
@@ -144,71 +152,10 @@ def moments(
     return rows.square().sum(0, keepdim=True) / count, real
 
 
-def standardize(
-    x: Tensor, stat: Tensor, eps: float, center: bool, scale: Tensor | None = None, shift: Tensor | None = None
-) -> Tensor:
-    """Standardize with given statistics `[k, C]`.
-
-    `y = scale * z + shift` with `z = (x - mean) / sqrt(var + eps)`.
-
-    >>> standardize(torch.tensor([[3.0], [5.0]]), torch.ones(2, 1), 0.0, True).tolist()
-    [[2.0], [4.0]]
-    """
-    inv = torch.rsqrt(stat[-1] + eps)
-    scale = inv if scale is None else inv * scale.to(inv.dtype)
-    shift = torch.zeros_like(inv) if shift is None else shift.to(inv.dtype)
-    return multiply_add(x, scale, shift - stat[0] * scale if center else shift)
-
-
-def standardize_grad(
-    dy: Tensor, x: Tensor, stat: Tensor, eps: float, center: bool, factor: Tensor | None = None,
-    mask: Tensor | None = None, removed: Tensor | None = None, sums: bool = True, real: bool = False,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradient of `standardize`: dx, and the sums over rows of dy and of dy * z.
-
-    `dx = (factor * dy - removed[0] - z * removed[-1]) / sqrt(var + eps)`, the first of these only if `center`.
-
-    Args:
-        dy: Gradient of the output, `[..., C]`.
-        x: Input of the forward pass.
-        stat: Statistics of the forward pass, `[k, C]`.
-        eps: Added to the variance.
-        center: Whether `stat` has a mean.
-        factor: Product of all that multiplies dy on its way to z, `[C]`.
-        mask: `[...]`, True where a row is real. Nothing is removed from the gradient of the others.
-        removed: Gradient statistics to remove, `[k, C]`; None for sums alone.
-        sums: Compute the sums, `[2, C]`.
-        real: With a mask, also the sums over real rows: `[4, C]`.
-
-    Returns:
-        dx (None without `removed`) and the sums (None without `sums`).
-    """
-    rows, dys = (t.reshape(-1, x.shape[-1]).to(stat.dtype) for t in (x, dy))
-    inv, dy_coefficient, taken = gradient_vectors(stat, eps, factor, removed)
-    mean = stat[0] if center else None  # z = (x - mean) * inv is never written out: both join [C] factors
-    keep = None if mask is None else mask.reshape(-1, 1)
-    dx = out = None
-    if sums:
-        out = _sums(dys, rows, mean, inv)
-        if real and keep is not None:
-            dy_real, x_real = torch.where(keep, dys, 0), torch.where(keep, rows, 0)
-            out = torch.cat([out, _sums(dy_real, x_real, mean, inv)])
-    if dy_coefficient is not None and taken is not None:
-        slope = taken[-1] * inv
-        dx = torch.addcmul(torch.zeros_like(slope) if mean is None else taken[0] - slope * mean, rows, slope)
-        dx = dx if keep is None else torch.where(keep, dx, 0)
-        dx = dx.addcmul_(dys, dy_coefficient).to(x.dtype).view(x.shape)
-    return dx, out
-
-
-def _sums(dy: Tensor, x: Tensor, mean: Tensor | None, inv: Tensor) -> Tensor:
-    return torch.stack([dy.sum(0), (dy * (x if mean is None else x - mean)).sum(0) * inv])
-
-
-def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+def scale_shift(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """`x * scale + shift` with vectors `[C]` of a type to compute in; in the type of `x`.
 
-    >>> multiply_add(torch.ones(2, 1), torch.tensor([3.0]), torch.tensor([0.5])).tolist()
+    >>> scale_shift(torch.ones(2, 1), torch.tensor([3.0]), torch.tensor([0.5])).tolist()
     [[3.5], [3.5]]
     """
     if x.dtype == scale.dtype:  # no casts in an exported graph
@@ -217,7 +164,41 @@ def multiply_add(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     return torch.addcmul(shift.to(wide), x.to(wide), scale.to(wide)).to(x.dtype)
 
 
-# -- vectors [C] that all implementations need ------------------------------------------------------------------------
+def gradient_sums(
+    dy: Tensor, x: Tensor, mean: Tensor | None, mask: Tensor | None = None, real: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """Sums over rows of `dy` and of `dy * (x - mean)`, `[2, C]`; with `real` and a mask `[4, C]`.
+
+    The last two are then those over real rows.
+
+    >>> dy, x = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])
+    >>> gradient_sums(dy, x, None, torch.tensor([True, False]), real=True).flatten().tolist()
+    [3.0, 11.0, 1.0, 3.0]
+    """
+    rows, dys = (t.reshape(-1, x.shape[-1]).to(x.dtype if dtype is None else dtype) for t in (x, dy))
+    sums = [dys.sum(0), (dys * (rows if mean is None else rows - mean)).sum(0)]
+    if real and mask is not None:
+        keep = mask.reshape(-1, 1)
+        dys, rows = torch.where(keep, dys, 0), torch.where(keep, rows, 0)
+        sums += [dys.sum(0), (dys * (rows if mean is None else rows - mean)).sum(0)]
+    return torch.stack(sums)
+
+
+def gradient(dy: Tensor, x: Tensor, mean: Tensor | None, coefficients: Tensor, mask: Tensor | None = None) -> Tensor:
+    """`dx = a dy + b (x - mean) + c` with `coefficients [3, C]`; `a dy` alone where `mask` is False.
+
+    There is no `c` without `mean`.
+
+    >>> gradient(torch.ones(1, 1), torch.tensor([[3.0]]), torch.ones(1), torch.tensor([[1.0], [2.0], [3.0]])).item()
+    8.0
+    """
+    of_dy, of_x, constant = coefficients
+    rows, dys = (t.reshape(-1, x.shape[-1]).to(coefficients.dtype) for t in (x, dy))
+    constant = torch.zeros_like(of_x) if mean is None else constant - of_x * mean
+    dx = torch.addcmul(constant, rows, of_x)
+    dx = dx if mask is None else torch.where(mask.reshape(-1, 1), dx, 0)
+    return dx.addcmul_(dys, of_dy).to(x.dtype).view(x.shape)
 
 
 def product(dtype: torch.dtype, *factors: Tensor | None) -> Tensor | None:
@@ -226,11 +207,138 @@ def product(dtype: torch.dtype, *factors: Tensor | None) -> Tensor | None:
     return functools.reduce(torch.mul, given) if given else None
 
 
-def gradient_vectors(
-    stat: Tensor, eps: float, factor: Tensor | None, removed: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """1 / sqrt(var + eps), the coefficient of dy in dx, and `removed` with its sign and scale."""
-    inv = torch.rsqrt(stat[-1] + eps)
-    if removed is None:
-        return inv, None, None
-    return inv, inv if factor is None else inv * factor, removed * -inv
+# -- a training step of a norm with batch statistics ------------------------------------------------------------------
+
+
+class Kernels:
+    """Operations of a step: a module, which has them, and its further arguments, as for layer-scale on the way."""
+
+    def __init__(self, module: ModuleType, dtype: torch.dtype, **more: Any) -> None:
+        self.module, self.dtype, self.more = module, dtype, more
+
+    def moments(self, x: Tensor, mask: Tensor | None, center: bool) -> tuple[Tensor, Tensor]:
+        """Statistics `[k, C]` of the real rows of `x`, and the number of these rows."""
+        return self.module.moments(x, mask, center, self.dtype, **self.more)
+
+
+def train_step(
+    x: Tensor, mask: Tensor | None, rule: Rule, state: State, kernels: Kernels, found: StepStatistics | None = None
+) -> tuple[Tensor, StepStatistics]:
+    """Normalize a batch by a rule, and move the state.
+
+    Args:
+        x: `[..., C]`, after layer-scale.
+        mask: `[...]`, True where a row is real.
+        rule: The method.
+        state: Its buffers.
+        kernels: Implementation of the four operations.
+        found: Decisions of an earlier forward on this batch, which moved the state already.
+
+    Returns:
+        y with its gradient, and the decisions.
+    """
+    with torch.no_grad():
+        statistics = decide(x.detach(), mask, rule, state, kernels) if found is None else found
+        if torch.compiler.is_compiling():
+            statistics = snapshot(statistics)
+    affine = (  # kernels would read past the end of a parameter with fewer numbers
+        p if p is None or p.shape == (rule.dim,) else p.expand(rule.dim).contiguous() for p in (rule.weight, rule.bias)
+    )
+    return Standardize.apply(x, *affine, statistics, rule, state, kernels), statistics  # type: ignore[return-value]
+
+
+def decide(x: Tensor, mask: Tensor | None, rule: Rule, state: State, kernels: Kernels) -> StepStatistics:
+    """Measure the batch, apply the rule and move the state."""
+    local, count = kernels.moments(x, mask, rule.center)
+    batch = local = rule.pool(local)
+    if state.processes:
+        batch, count = sync.join_processes(local, count, state.processes)
+        batch = rule.pool(batch)  # again: between batches each channel has its own variance
+    ok = usable(batch, count)
+    batch = torch.where(ok, batch, state.running.to(batch.dtype))  # not finite, or all padding: as the average batch
+    step = state.step + 1
+    stat = rule.train_stat(batch, step, count, state)
+    value, new = stat.value.clone(), stat.state  # the value may be a buffer, which changes below
+    saved = tuple(t.clone() for t in stat.saved)
+    if state.follows_optimizer:  # this batch is standardized by itself; the state changes by all batches together
+        joint, rows = state.join("pending", batch, count, ok, rule.center)
+        together = rule.train_stat(rule.pool(joint), step, rows, state)
+        new, saved = together.state, (*saved, *(t.clone() for t in together.saved))
+    state.write({**new, "step": step}, ok)
+    state.skipped.add_(~ok)
+    scales = stat.output_scale, stat.output_shift, stat.grad_scale, stat.dx_scale
+    return StepStatistics(local, value, count, step, *scales, mask, saved)
+
+
+@torch.no_grad()
+def take_gradient(batch: Tensor, statistics: StepStatistics, rule: Rule, state: State) -> Tensor:
+    """Return the gradient statistics `[k, C]` to remove from dx, and move the state."""
+    batch, saved = rule.pool(batch), statistics.saved
+    own = len(saved) // (1 + state.follows_optimizer)
+    value, new = rule.grad_stat(batch, statistics.step, saved[:own], state)
+    if not new:
+        return value
+    if not torch.compiler.is_compiling() and type(batch) is Tensor and not torch._C._has_storage(batch):
+        raise RuntimeError("gradients under vmap would move this norm's state together; take one after the other")
+    ok = usable(batch, statistics.count)
+    if state.follows_optimizer:
+        joint, _ = state.join("pending_grad", batch, statistics.count, ok)
+        new = rule.grad_stat(joint, statistics.step, saved[own:], state)[1]
+    state.write(new, ok)
+    state.skipped_grad.add_(~ok)
+    return value
+
+
+class Standardize(torch.autograd.Function):
+    """Standardize with given statistics, then scale and shift.
+
+    `y = weight * (output_scale * z + output_shift) + bias` with `z = (x - mean) / sqrt(var + eps)`. The backward pass
+    removes the gradient statistics that the rule chooses (`s0` of `g`, `s1` of `g * z`):
+    `dx = dx_scale * (g - s0 - z * s1) / sqrt(var + eps)` with `g = grad_scale * output_scale * weight * dy`. Rows of
+    padding take part in `dweight` and `dbias`; they never move a statistic, so nothing is removed from their gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, statistics, rule, state, kernels):  # noqa: D102
+        ctx.rule, ctx.state, ctx.kernels, ctx.has_bias = rule, state, kernels, bias is not None
+        ctx.save_for_backward(x, weight, *statistics.tensors())
+        value = statistics.value
+        inv = torch.rsqrt(value[-1] + rule.eps)
+        scale = inv if statistics.output_scale is None else inv * statistics.output_scale
+        shift = torch.zeros_like(inv) if statistics.output_shift is None else statistics.output_shift
+        shift = shift - value[0] * scale if rule.center else shift
+        shift = affine(shift, weight, bias).to(inv.dtype)
+        return kernels.module.scale_shift(x, affine(scale, weight, None).to(inv.dtype), shift, **kernels.more)
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
+        # once_differentiable gives no error if the gradient itself is a constant, as in a penalty on the gradient
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            raise RuntimeError(
+                "norms with batch statistics cannot be differentiated twice (create_graph=True) while training; "
+                "put them into evaluation mode, or take a per-token norm"
+            )
+        x, weight, *tensors = ctx.saved_tensors
+        statistics, rule, kernels = StepStatistics.from_tensors(tensors), ctx.rule, ctx.kernels
+        value, mask, wide = statistics.value, statistics.mask, statistics.value.dtype
+        inv, mean = torch.rsqrt(value[-1] + rule.eps), value[0] if rule.center else None
+        real = mask is not None and rule.pad_grad == "real"
+        sums = kernels.module.gradient_sums(dy, x, mean, mask, real, wide, **kernels.more)
+        plain, along = sums[::2], sums[1::2] * inv  # of all rows, then of real ones, which move the state
+        factor = product(wide, weight, statistics.output_scale, statistics.grad_scale)
+        batch = torch.stack([plain[-1], along[-1]]) if rule.center else along[-1:]
+        batch = sync.all_reduce(batch if factor is None else batch * factor, ctx.state.processes)
+        removed = take_gradient(batch / statistics.count.clamp(min=1), statistics, rule, ctx.state)
+        if (dx_scale := statistics.dx_scale) is not None:
+            factor, removed = product(wide, factor, dx_scale), removed * dx_scale
+        of_dy, removed = inv if factor is None else inv * factor, removed * -inv
+        coefficients = torch.stack([of_dy, removed[-1] * inv, removed[0]])
+        dx = kernels.module.gradient(dy, x, mean, coefficients, mask, **kernels.more)
+        dbias, dweight = plain[0], along[0]
+        for constant in (statistics.output_scale, statistics.grad_scale):
+            dweight = dweight if constant is None else dweight * constant
+        if (shift := statistics.output_shift) is not None:
+            dweight = dweight + (shift if statistics.grad_scale is None else shift * statistics.grad_scale) * dbias
+        dweight = None if weight is None else dweight.to(weight.dtype)
+        dbias = dbias.to(x.dtype if weight is None else weight.dtype) if ctx.has_bias else None
+        return dx, dweight, dbias, None, None, None, None

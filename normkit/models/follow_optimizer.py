@@ -34,8 +34,8 @@ def follow_optimizer(model: nn.Module, optimizer: Optimizer | None = None) -> Op
 
     By default a norm with batch statistics moves its state in every training forward. Under gradient accumulation
     that is once per micro-batch. After this call each norm gathers the statistics of all batches since the last step,
-    and moves its state by their joint statistics when the optimizer steps. Unlike the option `steps_per_update=k`, this
-    needs no fixed k. A shorter last group of an epoch is handled, and a step that `GradScaler` skips moves no state.
+    and moves its state by their joint statistics when the optimizer steps. A shorter last
+    group of an epoch is handled, and a step that `GradScaler` skips moves no state.
 
     Checkpoints do not change. A copy of the model does not follow: call this again for it. Call it before
     `torch.compile`, and before the trainer starts. The statistics of batches that no optimizer step followed are not in
@@ -109,14 +109,12 @@ def _start(norm: StatNorm) -> None:
     if norm.follows_optimizer:
         return
     for name in ("pending", "pending_grad"):
-        if name not in norm._buffers:
-            norm.register_buffer(name, norm.running.new_zeros(norm.running.numel() + 1), persistent=False)
-        getattr(norm, name).zero_()
+        norm.register_buffer(name, norm.running.new_zeros(norm.running.numel() + 1), persistent=False)
     norm.follows_optimizer = True
     # the rules are pure: a trial call changes nothing, and names the buffers that a forward and a backward change
     batch, step = norm.running.clone(), norm.step + 1
-    stat = norm.train_stat(batch, step, batch.new_ones(()))
-    changed = norm.grad_stat(batch, step, stat.saved)[1]
+    stat = norm.train_stat(batch, step, batch.new_ones(()), norm)
+    changed = norm.grad_stat(batch, step, stat.saved, norm)[1]
     norm.next_state = {"pending": ("step", *stat.state), "pending_grad": tuple(changed)}
     for name in {name for names in norm.next_state.values() for name in names}:
         norm.register_buffer(f"next_{name}", getattr(norm, name).clone(), persistent=False)
@@ -124,13 +122,8 @@ def _start(norm: StatNorm) -> None:
 
 def _stop(norm: StatNorm) -> None:
     norm.follows_optimizer, norm.next_state = False, {}
-    for name in [name for name in norm._buffers if name.startswith("next_")]:
+    for name in [name for name in norm._buffers if name.startswith(("next_", "pending"))]:
         delattr(norm, name)
-    for name in ("pending", "pending_grad"):
-        if name in norm._non_persistent_buffers_set:
-            delattr(norm, name)
-        else:
-            getattr(norm, name).zero_()
 
 
 @torch.no_grad()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from normkit._util import listed
+from normkit.kernels.records import is_recomputed
 from normkit.norms import Norm
-from normkit.norms._recompute import is_recomputed
 
 MaskFrom = str | Mapping[str, str] | None
 

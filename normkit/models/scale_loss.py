@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from normkit._util import require
+from normkit.kernels.records import is_recomputed
 from normkit.models.checks import check_is_model
 from normkit.models.convert import find
 from normkit.models.invoke import input_and_mask
 from normkit.models.take_apart import GatedNorm, take_apart
 from normkit.norms import Norm
-from normkit.norms._recompute import is_recomputed
 
 
 @contextmanager

@@ -4,9 +4,10 @@ import ast
 from typing import Any
 
 from normkit._util import pick
+from normkit.kernels.rule import Stat
 from normkit.norms._base import Norm, RowNorm, Split
 from normkit.norms._options import option_defaults
-from normkit.norms._stat_norm import Stat, StatNorm
+from normkit.norms._stat_norm import StatNorm
 from normkit.norms.batch import BatchNorm
 from normkit.norms.derf import Derf
 from normkit.norms.dyt import DyT
@@ -14,7 +15,7 @@ from normkit.norms.fix import FixNorm, fix_embedding
 from normkit.norms.group import GroupNorm
 from normkit.norms.instance import InstanceNorm
 from normkit.norms.layer import LayerNorm
-from normkit.norms.mabn import MABN, CentralizeWeight
+from normkit.norms.mabn import MABN
 from normkit.norms.nonorm import NoNorm
 from normkit.norms.pnv import PNV
 from normkit.norms.power import PowerNorm
@@ -45,7 +46,7 @@ NORMS: dict[str, type[Norm]] = {
 }
 
 __all__ = [
-    "MABN", "NORMS", "PNV", "UN", "BatchNorm", "BatchRenorm", "CentralizeWeight", "Derf", "DyT", "FixNorm",
+    "MABN", "NORMS", "PNV", "UN", "BatchNorm", "BatchRenorm", "Derf", "DyT", "FixNorm",
     "GroupNorm", "InstanceNorm", "LayerNorm", "NoNorm", "Norm", "PowerNorm", "RMSNorm", "RepBN", "RowNorm", "ScaleNorm",
     "Split", "Stat", "StatNorm", "SwitchableNorm", "fix_embedding", "make", "options", "parse",
 ]  # fmt: skip

@@ -1,9 +1,9 @@
 """The base of all norms.
 
 At inference a norm is `rest(x) * scale + shift`; training is up to the method, in `normalize`. Per-token norms derive
-from `RowNorm`, here, norms with running statistics from `StatNorm`: `_stat_norm.py` has their training
-step, `_state.py` their buffers, `_recompute.py` the records for activation checkpointing. `_options.py` turns annotated
-class attributes into options. `_inputs.py` turns jagged batches and DTensors into plain tensors.
+from `RowNorm`, here, norms with running statistics from `StatNorm`: `_stat_norm.py` has their rules, `_state.py` their
+buffers. `_options.py` turns annotated class attributes into options. `_inputs.py` turns jagged batches and DTensors
+into plain tensors.
 """
 
 from dataclasses import InitVar

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from normkit.kernels import sync
 from normkit.kernels.async_counter import AsyncCounter
+from normkit.kernels.records import Records
+from normkit.kernels.rule import State
 from normkit.kernels.sync import Groups
 from normkit.norms._base import Norm
-from normkit.norms._options import Count, Processes
-from normkit.norms._recompute import Records
+from normkit.norms._options import Processes
 
-OPTIONAL = ("pending", "pending_grad", "micro_step", "micro_step_grad", "averages", "lag", "warmup_end")  # of options
+OPTIONAL = ("pending", "pending_grad", "averages", "lag", "warmup_end")  # in some norms of a class
 CALLS = 4  # a norm asks twice a step whether its warm-up has ended: on a GPU every second step copies or reads
 
 
@@ -21,9 +22,8 @@ class StatefulNorm(Norm, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[re
     """Norm with running statistics.
 
     Buffers: `running [k, C]`, `step` (updates so far), `skipped` and `skipped_grad` (forwards and backwards without an
-    update, as their statistics were not finite or no row was real). With accumulation the joint statistics of a
-    step wait in `pending`, `pending_grad`, counted by `micro_step`, `micro_step_grad`. The forward or the backward
-    writes a buffer, never both: compiled graphs cannot.
+    update, as their statistics were not finite or no row was real). The forward or the backward writes a buffer, never
+    both: compiled graphs cannot.
 
     As for PyTorch's BatchNorm, `track_running_stats = False` keeps the state as it is, in training too. Lightning's
     `BaseFinetuning` and `StochasticWeightAveraging` find both by the same base class, and what they read and set is
@@ -35,13 +35,12 @@ class StatefulNorm(Norm, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[re
     momentum = None  # unused: the options of a method have its place
 
     center: ClassVar[bool] = False  # True: statistics are mean and variance (k = 2), else a mean square (k = 1)
-    alpha = 0.9  # share of the old value in `average`
+    alpha = 0.9  # share of the old value in running statistics
     follows_optimizer = False  # new state waits in buffers `next_*` for the optimizer's step (follow_optimizer)
 
     processes: ClassVar[Groups] = ()  # over which a batch is sharded; see `_inputs.normalize_sharded`
 
     sync: bool | Processes = False
-    steps_per_update: Count = 1
 
     def build(self) -> None:
         """Create parameters and buffers, from the options in `self`."""
@@ -51,19 +50,10 @@ class StatefulNorm(Norm, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[re
         self.step = nn.Buffer(torch.zeros((), dtype=torch.long))
         self.skipped = nn.Buffer(torch.zeros((), dtype=torch.long))
         self.skipped_grad = nn.Buffer(torch.zeros((), dtype=torch.long))
-        if self.steps_per_update > 1:
-            for side in ("", "_grad"):
-                self.register_buffer(f"micro_step{side}", torch.zeros((), dtype=torch.long))
-                self.register_buffer(f"pending{side}", torch.zeros(k * self.dim + 1))
         self.running[-1] = 1.0
         self.next_state: dict[str, tuple[str, ...]] = {}  # names of buffers `next_*`, by what waits for them
         self._records = Records()
         self._reset_counters()
-
-    @property
-    def accumulates(self) -> bool:
-        """True if the state changes by several batches together."""
-        return self.steps_per_update > 1 or self.follows_optimizer
 
     def extra_repr(self) -> str:
         """Return size, spec, and the processes of a group, which a spec cannot hold."""
@@ -74,49 +64,12 @@ class StatefulNorm(Norm, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[re
         synced = sync.groups_of(self.sync)
         return (*synced, *(group for group in self.processes if not any(sync.includes(each, group) for each in synced)))
 
-    def _accumulate(
-        self, side: str, batch: Tensor, count: Tensor, ok: Tensor, turn: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Join the statistics `[k, C]` of a batch and the pending ones.
-
-        Args:
-            side: "" for the forward, "_grad" for the backward.
-            batch: Statistics of the batch.
-            count: Number of its real rows.
-            ok: True if the batch counts.
-            turn: `micro_step` at the batch's forward.
-
-        Returns the joint statistics, their number of rows, and True if the state changes now.
-        """
-        if not self.track_running_stats:
-            return batch, count, ok
-        pending = getattr(self, f"pending{side}")
-        held = pending.to(batch.dtype)
-        joint, rows = sync.join(held[:-1].view_as(batch), held[-1], batch, count, self.center and not side)
-        joint = torch.where(ok, torch.cat([joint.flatten(), rows.view(1)]), held)
-        stat, rows = joint[:-1].view_as(batch), joint[-1]
-        if self.follows_optimizer:
-            pending.copy_(joint)
-            return stat, rows, ok
-        micro_step, first = getattr(self, f"micro_step{side}"), turn - turn % self.steps_per_update
-        before = read_with(ok, micro_step)
-        # a forward without a backward, or two backwards of one forward, must not put both sides out of step
-        micro_step.copy_(before.clamp(first, first + self.steps_per_update - 1) + 1)
-        ends = micro_step % self.steps_per_update == 0
-        pending.copy_(torch.where(ends, 0, joint))
-        return stat, rows, ends & (rows > 0)
-
-    def _commit(self, state: dict[str, Tensor], changes: Tensor) -> None:
-        """Write new values into buffers where `changes` is True, without waiting for the device."""
-        if not self.track_running_stats:
-            return
-        for name, new in state.items():
-            old = getattr(self, f"next_{name}" if self.follows_optimizer else name)
-            old.copy_(torch.where(changes, new, old))
-
-    def average(self, batch: Tensor) -> Tensor:
-        """Return the running statistics after this batch: `alpha * running + (1 - alpha) * batch`."""
-        return self.running.lerp(batch.to(self.running.dtype), 1 - self.alpha)
+    def state(self) -> State:
+        """Return the buffers as they are now, for one training step."""
+        return State(
+            dict(self._buffers), self._records, self.process_groups(), self.follows_optimizer,
+            fixed=not self.track_running_stats,
+        )  # fmt: skip
 
     @property
     def running_mean(self) -> Tensor:
@@ -222,23 +175,3 @@ class Shared:
         raise TypeError(
             "a norm whose `sync` is a process group cannot be pickled; save its state_dict(), or set sync=True"
         )
-
-
-def read_with(other: Tensor, buffer: Tensor) -> Tensor:
-    """Return a buffer's value at the time of `other`, `[]` or of its shape.
-
-    In a compiled backward pass, what does not depend on gradients is computed in the forward pass already, and another
-    backward pass may change the buffer in between.
-    """
-    return torch.where(other == other, buffer, buffer) if torch.compiler.is_compiling() else buffer
-
-
-def push(window: Tensor, step: Tensor, entry: Tensor) -> Tensor:
-    """Return the window `[M, ...]` with `entry` in slot `step % M`."""
-    slots = torch.arange(len(window), device=window.device).view(-1, *[1] * entry.dim())
-    return torch.where(slots == step % len(window), entry, window)
-
-
-def usable(batch: Tensor, count: Tensor) -> Tensor:
-    """Return a tensor that is True if every statistic is finite and some row was real."""
-    return ((batch - batch) == 0).all() & (count > 0)  # inf - inf and nan - nan are nan

@@ -1,9 +1,11 @@
 """Warm-up of statistics: a number of steps, or "auto", by their drift."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from normkit.kernels.kernel_rule import FAST, LARGEST_LAG, NEVER, NOTICE, SLOW, UNSEEN
+from normkit.kernels.rule import FAST, LARGEST_LAG, NEVER, NOTICE, SLOW, UNSEEN
 from normkit.norms._options import Warmup
 from normkit.norms._stat_norm import StatNorm
 
@@ -40,48 +42,49 @@ class WarmupNorm(StatNorm):
         """Least mean square of which a logarithm is taken."""
         return self.eps or torch.finfo(self.running.dtype).tiny
 
-    def end_of_warmup(self) -> int | Tensor:
+    def end_of_warmup(self, state: Any) -> int | Tensor:
         """Return the last step of the warm-up, a tensor while the host does not know it."""
-        if self.warmup == "auto" and (torch.compiler.is_compiling() or self.known_end() == NEVER):
-            return torch.where(self.warmup_end > 0, self.warmup_end, NEVER)
-        return self.known_end()
+        if self.warmup == "auto" and (torch.compiler.is_compiling() or self.known_end(state) == NEVER):
+            return torch.where(state.warmup_end > 0, state.warmup_end, NEVER)
+        return self.known_end(state)
 
-    def is_later(self, step: Tensor, least: int) -> Tensor:
+    def is_later(self, step: Tensor, least: int, state: Any) -> Tensor:
         """Return True after the warm-up and `least` steps."""
-        end = self.end_of_warmup()
+        end = self.end_of_warmup(state)
         return step > (max(end, least) if isinstance(end, int) else end.clamp(min=least))
 
-    def rule_end(self) -> int | Tensor:
-        """Return the length of the warm-up, or the buffer of an automatic one's end."""
-        return self.warmup if isinstance(self.warmup, int) else self.warmup_end
-
-    def known_end(self) -> int:
+    def known_end(self, state: Any) -> int:
         """Return the last step of the warm-up, `NEVER` until the host has seen it."""
         if isinstance(self.warmup, int):
             return self.warmup
-        return self._ended.seen if self._ended.at_least(1, self.warmup_end) else NEVER
+        return self._ended.seen if self._ended.at_least(1, state.warmup_end) else NEVER
 
-    def drift_buffers(self) -> tuple[Tensor, ...]:
-        """Return the buffers of "auto" as `KernelRule.drift`, until the host has seen the end."""
-        return () if self.warmup != "auto" or self.known_end() < NEVER else (self.averages, self.lag, self.warmup_end)
+    def kernel_warmup(self, state: Any) -> dict[str, Any]:
+        """Return the fields of `KernelRule` that describe the warm-up; `drift` until the host has seen its end."""
+        if isinstance(self.warmup, int):
+            return {"warmup": self.warmup}
+        measured = (state.averages, state.lag, state.warmup_end) if self.known_end(state) == NEVER else ()
+        return {"warmup": state.warmup_end, "drift": measured}
 
-    def drift_state(self, batch: Tensor, step: Tensor) -> dict[str, Tensor]:
+    def drift_state(self, batch: Tensor, step: Tensor, state: Any) -> dict[str, Tensor]:
         """Return the new values of the buffers of "auto", after a batch with these statistics.
 
-        The kernels' `measure_drift` does the same (kernels/cpu/rules.h, kernels/triton/rule_kernels.py).
+        The kernels' `measure_drift` does the same (kernels/cpu/rules.h, kernels/triton/rules.py).
         """
-        if isinstance(self.warmup, int) or not (self.follows_optimizer or isinstance(self.end_of_warmup(), Tensor)):
+        if isinstance(self.warmup, int) or not (
+            self.follows_optimizer or isinstance(self.end_of_warmup(state), Tensor)
+        ):
             return {}  # what waits for an optimizer is always written: the state may be loaded or reset meanwhile
-        level = batch[-1].to(self.running.dtype).clamp(min=self.floor).log()
-        first, before = self.lag == 0, self.averages
+        level = batch[-1].to(state.running.dtype).clamp(min=self.floor).log()
+        first, before = state.lag == 0, state.averages
         fast, slow = torch.where(first, level, before[0]), torch.where(first, level, before[1])
         variance = before[2].lerp((level - slow).square(), SLOW)
         fast, slow = fast.lerp(level, FAST), slow.lerp(level, SLOW)
         share = (fast - slow).square().mean() / (variance.mean() + UNSEEN)
-        lag = torch.where(first, 1.0, self.lag).lerp(share, SLOW)
-        lasts = self.warmup_end == 0
+        lag = torch.where(first, 1.0, state.lag).lerp(share, SLOW)
+        lasts = state.warmup_end == 0
         return {
             "averages": torch.where(lasts, torch.stack([fast, slow, variance]), before),
-            "lag": torch.where(lasts, lag, self.lag),
-            "warmup_end": torch.where(lasts & (lag < LARGEST_LAG), step + NOTICE, self.warmup_end),
+            "lag": torch.where(lasts, lag, state.lag),
+            "warmup_end": torch.where(lasts & (lag < LARGEST_LAG), step + NOTICE, state.warmup_end),
         }

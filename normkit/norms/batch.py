@@ -1,13 +1,13 @@
 """Batch normalization of tokens (Ioffe & Szegedy 2015, arXiv:1502.03167)."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from normkit.kernels.kernel_rule import KernelRule
+from normkit.kernels.rule import KernelRule, Stat
 from normkit.norms._options import OldShare, option
-from normkit.norms._stat_norm import Stat, StatNorm
+from normkit.norms._stat_norm import StatNorm
 
 
 class BatchNorm(StatNorm):
@@ -30,12 +30,12 @@ class BatchNorm(StatNorm):
     alpha: OldShare = 0.9
     variance: Literal["unbiased", "biased"] = option(default="unbiased", alias="running_var")
 
-    def train_stat(self, batch: Tensor, step: Tensor, count: Tensor) -> Stat:  # noqa: D102
+    def train_stat(self, batch: Tensor, step: Tensor, count: Tensor, state: Any) -> Stat:  # noqa: D102
         new = batch
         if self.variance == "unbiased":
             bessel = (count / (count - 1).clamp(min=1)).to(batch.dtype)
             new = batch * torch.stack([torch.ones_like(bessel), bessel])[:, None]
-        return Stat(batch, {"running": self.average(new)})
+        return Stat(batch, {"running": self.average(new, state)})
 
-    def kernel_rule(self) -> KernelRule:  # noqa: D102
+    def kernel_rule(self, state: Any) -> KernelRule:  # noqa: D102
         return KernelRule("batch", rate=1 - self.alpha, unbiased=self.variance == "unbiased")

@@ -1,14 +1,12 @@
 """Moving Average Batch Normalization (Yan et al. 2020, arXiv:2001.06838)."""
 
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from normkit.kernels.kernel_rule import KernelRule
+from normkit.kernels.rule import Stat, push
 from normkit.norms._options import Bound, OldShare, Steps, Warmup, Window
-from normkit.norms._stat_norm import Stat
-from normkit.norms._state import push
 from normkit.norms._warmup import WarmupNorm
 
 
@@ -26,8 +24,6 @@ class MABN(WarmupNorm):
         alpha: Share of the old running statistics per step.
         warmup: Update from which on windows are used; "auto" ends the warm-up by drift (`WarmupNorm`). In the
             released code it is 100.
-        form: "megvii" as above: all published MABN figures come from that code. "unp" as the UN paper describes MABN
-            (Eq. 13-14): forward by the running value including this batch, no r.
         renorm_after: Training forwards before r applies.
         r_max: Bound of r.
 
@@ -39,7 +35,6 @@ class MABN(WarmupNorm):
     window: Window = 16
     alpha: OldShare = 0.98
     warmup: Warmup = "auto"
-    form: Literal["megvii", "unp"] = "megvii"
     renorm_after: Steps = 1000
     r_max: Bound = 5.0
 
@@ -48,46 +43,20 @@ class MABN(WarmupNorm):
         self.window_x = nn.Buffer(torch.zeros(self.window, self.dim))
         self.window_g = nn.Buffer(torch.zeros(self.window, self.dim))
 
-    def _batch_phase(self, step: Tensor) -> Tensor:
-        return (step <= self.window) | (step < self.end_of_warmup())
+    def _batch_phase(self, step: Tensor, state: Any) -> Tensor:
+        return (step <= self.window) | (step < self.end_of_warmup(state))
 
-    def train_stat(self, batch: Tensor, step: Tensor, count: Tensor) -> Stat:  # noqa: D102
-        window, drift = push(self.window_x, step, batch[0]), self.drift_state(batch, step)
-        if self.form == "unp":
-            running = self.average(batch)
-            value = torch.where(self._batch_phase(step), batch, running)
-            return Stat(value, {"window_x": window, "running": running, **drift})
-        value = torch.where(self._batch_phase(step), batch, window.mean(0, keepdim=True))
-        r = torch.sqrt((value[0] + self.eps) / (self.running[0] + self.eps)).clamp(1 / self.r_max, self.r_max)
-        r = torch.where(self.is_later(step, self.renorm_after), r, 1.0)
-        return Stat(value, {"window_x": window, "running": self.average(value), **drift}, output_scale=r)
+    def train_stat(self, batch: Tensor, step: Tensor, count: Tensor, state: Any) -> Stat:  # noqa: D102
+        window = push(state.window_x, step, batch[0])
+        value = torch.where(self._batch_phase(step, state), batch, window.mean(0, keepdim=True))
+        r = torch.sqrt((value[0] + self.eps) / (state.running[0] + self.eps)).clamp(1 / self.r_max, self.r_max)
+        r = torch.where(self.is_later(step, self.renorm_after, state), r, 1.0)
+        new = {"window_x": window, "running": self.average(value, state), **self.drift_state(batch, step, state)}
+        return Stat(value, new, output_scale=r)
 
-    def grad_stat(self, batch: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: D102
-        window = torch.cat([self.window_g[1:], batch])  # by backward, not by step: some forwards have none
-        value = torch.where(self._batch_phase(step), batch, window.mean(0, keepdim=True))
+    def grad_stat(  # noqa: D102
+        self, batch: Tensor, step: Tensor, saved: tuple[Tensor, ...], state: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        window = torch.cat([state.window_g[1:], batch])  # by backward, not by step: some forwards have none
+        value = torch.where(self._batch_phase(step, state), batch, window.mean(0, keepdim=True))
         return value, {"window_g": window}
-
-    def kernel_rule(self) -> KernelRule | None:  # noqa: D102
-        if self.form == "unp":
-            return None
-        return KernelRule(
-            "arithmetic", "windowed", rate=1 - self.alpha, warmup=self.rule_end(), window=self.window_x,
-            window_grad=self.window_g, until=(self.renorm_after, 0), bounds=(self.r_max, 0.0),
-            drift=self.drift_buffers(),
-        )  # fmt: skip
-
-
-class CentralizeWeight(nn.Module):
-    """Parametrization of a weight `[out, ...]` that takes away the mean of each output.
-
-    MABN needs it in convolutional networks: quadratic means leave the mean of the activations in place. Pretrained
-    weights need it too (MABN issue 2).
-
-    >>> linear = nn.utils.parametrize.register_parametrization(nn.Linear(4, 2), "weight", CentralizeWeight())
-    >>> bool(linear.weight.mean(1).abs().max() < 1e-6)
-    True
-    """
-
-    def forward(self, weight: Tensor) -> Tensor:
-        """Return the centered weight."""
-        return weight - weight.mean(dim=tuple(range(1, weight.dim())), keepdim=True)

@@ -1,10 +1,12 @@
 """PN-V, BatchNorm by quadratic means (Shen et al. 2020, arXiv:2003.07845, Definition 1)."""
 
+from typing import Any
+
 from torch import Tensor
 
-from normkit.kernels.kernel_rule import KernelRule
+from normkit.kernels.rule import KernelRule, Stat
 from normkit.norms._options import OldShare
-from normkit.norms._stat_norm import Stat, StatNorm
+from normkit.norms._stat_norm import StatNorm
 
 
 class PNV(StatNorm):
@@ -24,8 +26,8 @@ class PNV(StatNorm):
 
     alpha: OldShare = 0.9
 
-    def train_stat(self, batch: Tensor, step: Tensor, count: Tensor) -> Stat:  # noqa: D102
-        return Stat(batch, {"running": self.average(batch)})
+    def train_stat(self, batch: Tensor, step: Tensor, count: Tensor, state: Any) -> Stat:  # noqa: D102
+        return Stat(batch, {"running": self.average(batch, state)})
 
-    def kernel_rule(self) -> KernelRule:  # noqa: D102
+    def kernel_rule(self, state: Any) -> KernelRule:  # noqa: D102
         return KernelRule("batch", rate=1 - self.alpha)

@@ -1,16 +1,14 @@
 """PowerNorm (Shen et al. 2020, arXiv:2003.07845, Definition 3 and Algorithm 2)."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from normkit.kernels import layout, ops
-from normkit.kernels.kernel_rule import NEVER, KernelRule
+from normkit.kernels.rule import NEVER, KernelRule, Stat, read_with
 from normkit.norms._base import Split
 from normkit.norms._options import OldShare, Steps, Warmup
-from normkit.norms._stat_norm import Stat
-from normkit.norms._state import read_with
 from normkit.norms._warmup import WarmupNorm
 
 
@@ -33,7 +31,7 @@ class PowerNorm(WarmupNorm):
         warmup: Updates by the batch's own statistics; "auto" ends the warm-up by drift (`WarmupNorm`); the average
             of psi then reaches no further back in it than after it. In the paper it is as long as the learning
             rate's, 4000.
-        accumulate: psi in the warm-up: a plain "average"; "ema", Eq. 10; "released", the code's average and EMA.
+        accumulate: psi in the warm-up: a plain "average"; "released", the code's average and EMA in one step.
         warmup_grad: Gradient in the warm-up: "exact" fits the forward in use; "nu" as the released code.
         denominator: Divisor of dx: "forward" as in the paper; "batch", the batch's own statistic, as the released
             code. There a channel that is quiet in one batch gets a gradient up to 1/sqrt(eps) times too large.
@@ -48,7 +46,7 @@ class PowerNorm(WarmupNorm):
     alpha_fwd: OldShare = 0.9
     alpha_bkw: OldShare = 0.9
     warmup: Warmup = "auto"
-    accumulate: Literal["average", "ema", "released"] = "average"
+    accumulate: Literal["average", "released"] = "average"
     warmup_grad: Literal["exact", "nu"] = "exact"
     denominator: Literal["forward", "batch"] = "forward"
     clamp: bool = False
@@ -71,45 +69,43 @@ class PowerNorm(WarmupNorm):
         rest, scale, shift = super().split()
         return Split(GroupRMS(self.groups, self.eps) if self.groups else rest, scale, shift)
 
-    def train_stat(self, batch: Tensor, step: Tensor, count: Tensor) -> Stat:  # noqa: D102
-        end = self.end_of_warmup()
+    def train_stat(self, batch: Tensor, step: Tensor, count: Tensor, state: Any) -> Stat:  # noqa: D102
+        end = self.end_of_warmup(state)
         warm = step <= end
-        before = self.running.to(batch.dtype)
+        before = state.running.to(batch.dtype)
         value = torch.where(warm, batch, before)
         samples = step.to(batch.dtype).clamp(max=1 / self._least_share) if self._least_share else step
         average = before + (batch - before) / samples
-        if self.accumulate == "ema":
-            running = before.lerp(batch, 1 - self.alpha_fwd)
-        elif self.accumulate == "released":  # the code's average ends one step before its warm-up does
+        if self.accumulate == "released":  # the code's average ends one step before its warm-up does
             base = torch.where(step < end, average, before)
             running = base.lerp(batch, 1 - self.alpha_fwd)
         else:
             running = torch.where(warm, average, before.lerp(batch, 1 - self.alpha_fwd))
         gamma = batch / (value + self.eps)
         dx_scale = torch.sqrt((value[0] + self.eps) / (batch[0] + self.eps)) if self.denominator == "batch" else None
-        state = {"running": running, **self.drift_state(batch, step)}
-        return Stat(value, state, dx_scale=dx_scale, saved=(self.nu, gamma))
+        new = {"running": running, **self.drift_state(batch, step, state)}
+        return Stat(value, new, dx_scale=dx_scale, saved=(state.nu, gamma))
 
-    def known_in_advance(self) -> bool:  # noqa: D102
-        end = self.known_end()
-        return end < NEVER and self._steps.at_least(end, self.step)
-
-    def grad_stat(self, batch: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: D102
+    def grad_stat(  # noqa: D102
+        self, batch: Tensor, step: Tensor, saved: tuple[Tensor, ...], state: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         nu, gamma = saved
-        end = self.end_of_warmup() if self.warmup_grad == "exact" else 0
+        end = self.end_of_warmup(state) if self.warmup_grad == "exact" else 0
         lost = (1 - self.alpha_bkw) * gamma
-        new = (
-            read_with(batch, self.nu) - nu * (lost.clamp(max=1) if self.clamp else lost) + (1 - self.alpha_bkw) * batch
-        )
+        lost = lost.clamp(max=1) if self.clamp else lost
+        new = read_with(batch, state.nu) - nu * lost + (1 - self.alpha_bkw) * batch
         return torch.where(step <= end, batch, nu.to(batch.dtype)), {"nu": new}
 
-    def kernel_rule(self) -> KernelRule | None:  # noqa: D102
+    def known_in_advance(self, state: Any) -> bool:  # noqa: D102
+        end = self.known_end(state)
+        return end < NEVER and self._steps.at_least(end, state.step)
+
+    def kernel_rule(self, state: Any) -> KernelRule | None:  # noqa: D102
         if self.accumulate != "average" or self.denominator == "batch":
             return None
         return KernelRule(
-            "running", "running", 1 - self.alpha_fwd, 1 - self.alpha_bkw, self.rule_end(), clamp=self.clamp,
-            floor=self._least_share, exact_early=self.warmup_grad == "exact", smooth_grad=self.nu,
-            drift=self.drift_buffers(),
+            "running", "running", 1 - self.alpha_fwd, 1 - self.alpha_bkw, floor=self._least_share, clamp=self.clamp,
+            exact_early=self.warmup_grad == "exact", smooth_grad=state.nu, **self.kernel_warmup(state),
         )  # fmt: skip
 
 

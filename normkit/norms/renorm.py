@@ -1,11 +1,13 @@
 """Batch Renormalization (Ioffe 2017, arXiv:1702.03275)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from normkit.kernels.kernel_rule import KernelRule
+from normkit.kernels.rule import Stat
 from normkit.norms._options import Bound, OldShare, Positive, Steps
-from normkit.norms._stat_norm import Stat, StatNorm
+from normkit.norms._stat_norm import StatNorm
 
 
 class BatchRenorm(StatNorm):
@@ -40,10 +42,10 @@ class BatchRenorm(StatNorm):
     r_until: Steps = 40_000
     d_until: Steps = 25_000
 
-    def train_stat(self, batch: Tensor, step: Tensor, count: Tensor) -> Stat:  # noqa: D102
+    def train_stat(self, batch: Tensor, step: Tensor, count: Tensor, state: Any) -> Stat:  # noqa: D102
         r_max = 1 + (self.r_max - 1) * self._progress(step, self.r_until)
         d_max = self.d_max * self._progress(step, self.d_until)
-        mean, sigma = self.running[0], torch.sqrt(self.running[1] + self.eps)
+        mean, sigma = state.running[0], torch.sqrt(state.running[1] + self.eps)
         batch_sigma = torch.sqrt(batch[1] + self.eps)
         r = torch.maximum(torch.minimum(batch_sigma / sigma, r_max), 1 / r_max)
         d = torch.maximum(torch.minimum((batch[0] - mean) / sigma, d_max), -d_max)
@@ -54,7 +56,3 @@ class BatchRenorm(StatNorm):
     def _progress(self, step: Tensor, until: int) -> Tensor:
         """Return 0 during the warm-up, then a linear rise to 1 at `until`."""
         return ((step - self.warmup).to(self.running.dtype) / max(until - self.warmup, 1)).clamp(0, 1)
-
-    def kernel_rule(self) -> KernelRule:  # noqa: D102
-        until, bounds = (self.r_until, self.d_until), (self.r_max, self.d_max)
-        return KernelRule("renorm", rate=1 - self.alpha, warmup=self.warmup, until=until, bounds=bounds)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.kernels import ops
-from normkit.norms._base import RowNorm, Split
+from normkit.norms._base import RowNorm
 from normkit.norms._options import option
 
 
@@ -18,7 +18,6 @@ class ScaleNorm(RowNorm):
         eps: Lower bound of the length; 1e-5 as in the authors' code.
         bias: Learn a `bias`; off, as in the paper.
         learn: Learn g; False keeps it at sqrt(dim) (the paper's Table 7); without `affine` it is 1.
-        unit_init: Store g / sqrt(dim), by which Adam moves g sqrt(dim) times as fast; off, as in the authors' code.
 
     >>> import torch
     >>> ScaleNorm(4)(torch.ones(1, 4)).tolist()
@@ -27,7 +26,6 @@ class ScaleNorm(RowNorm):
 
     with_bias: bool = option(default=False, alias="bias")
     learn: bool = True
-    unit_init: bool = False
 
     def build(self) -> None:  # noqa: D102
         super().build()
@@ -37,12 +35,8 @@ class ScaleNorm(RowNorm):
     def reset_parameters(self) -> None:  # noqa: D102
         super().reset_parameters()
         if self.weight is not None:
-            nn.init.constant_(self.weight, 1.0 if self.unit_init else self.dim**0.5)
+            nn.init.constant_(self.weight, self.dim**0.5)
             self.weight.requires_grad_(self.learn)
-
-    def length(self) -> Tensor | None:
-        """Return g, the length of the output tokens."""
-        return self.weight * self.dim**0.5 if self.weight is not None and self.unit_init else self.weight
 
     def gains(self) -> nn.Parameter:
         """Return the length as RMSNorm's weight, `g / sqrt(dim)` for every channel."""
@@ -50,9 +44,4 @@ class ScaleNorm(RowNorm):
         return nn.Parameter(gains, self.weight is not None and self.weight.requires_grad)
 
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
-        return ops.scale(x, self.length(), self.bias, self.eps)
-
-    def split(self) -> Split:  # noqa: D102
-        rest, scale, shift = super().split()
-        length = self.length()
-        return Split(rest, torch.ones_like(scale) if length is None else length.expand(self.dim), shift)
+        return ops.scale(x, self.weight, self.bias, self.eps)

@@ -5,11 +5,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from normkit.kernels import autograd, reference
+from normkit.kernels import reference
+from normkit.kernels.records import copy_tensors, is_recomputed
+from normkit.kernels.rule import usable
 from normkit.norms._base import Norm
 from normkit.norms._options import OldShare
-from normkit.norms._recompute import is_recomputed
-from normkit.norms._state import usable
 
 
 class SwitchableNorm(Norm):
@@ -72,7 +72,7 @@ class SwitchableNorm(Norm):
             if not is_recomputed():
                 new = torch.where(ok, self.running.lerp(batch, 1 - self.alpha), self.running)
                 if torch.compiler.is_compiling():
-                    (new,) = autograd.snapshot([new])  # which raises where a checkpoint repeats it
+                    (new,) = copy_tensors([new])  # which raises where a checkpoint repeats it
                 self.running.copy_(new)
         else:
             found.append((self.running[:1, None], self.running[1:, None]))

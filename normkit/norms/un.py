@@ -1,14 +1,12 @@
 """Unified Normalization (Yang et al. 2022, arXiv:2208.01313, Algorithm 2)."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from normkit.kernels.kernel_rule import NEVER, KernelRule
+from normkit.kernels.rule import NEVER, KernelRule, Stat, push
 from normkit.norms._options import OldShare, Steps, Warmup, Window
-from normkit.norms._stat_norm import Stat
-from normkit.norms._state import push
 from normkit.norms._warmup import WarmupNorm
 
 
@@ -37,7 +35,6 @@ class UN(WarmupNorm):
         alpha_bkw: Share of the old `psi` per step; None means `alpha`, 0 no momentum (rows 4 and 5 of the ablations).
         threshold: V: "scalar", one variance over all entries, as the released code; "channel", one per channel, as
             the paper's lemma reads. The filter is then active in nearly every step.
-        hold: Keep `running` and `psi` unchanged in a filtered step; off, as in the released code.
         warmup_grad: Gradient in the warm-up: "exact" fits the forward in use; "ema" removes psi, as the released code.
         compensate: Multiply the gradient by the released code's undocumented
             `r = clip(sqrt(v + eps) / sqrt(running + eps), 1/5, 5)`. Off: the paper has no r, and with it the gradient
@@ -56,7 +53,6 @@ class UN(WarmupNorm):
     window_bkw: Window | None = None
     alpha_bkw: OldShare | None = None
     threshold: Literal["scalar", "channel"] = "scalar"
-    hold: bool = False
     warmup_grad: Literal["exact", "ema"] = "exact"
     compensate: bool = False
     compensate_after: Steps = 1000
@@ -68,60 +64,58 @@ class UN(WarmupNorm):
         self.psi = nn.Buffer(torch.zeros(1, self.dim))
         self.filtered = nn.Buffer(torch.zeros((), dtype=torch.long))
 
-    def _batch_phase(self, step: Tensor, window: Tensor) -> Tensor:
+    def _batch_phase(self, step: Tensor, window: Tensor, state: Any) -> Tensor:
         """Return True while statistics are the batch's own; always with a window of one."""
-        return (step <= len(window)) | (step < self.end_of_warmup()) | (self.window == 1)
+        return (step <= len(window)) | (step < self.end_of_warmup(state)) | (self.window == 1)
 
-    def train_stat(self, batch: Tensor, step: Tensor, count: Tensor) -> Stat:  # noqa: D102
-        own = self._batch_phase(step, self.window_x)
-        window = push(self.window_x, step, batch[0].clamp(min=self.floor))
+    def train_stat(self, batch: Tensor, step: Tensor, count: Tensor, state: Any) -> Stat:  # noqa: D102
+        own = self._batch_phase(step, state.window_x, state)
+        window = push(state.window_x, step, batch[0].clamp(min=self.floor))
         outlier = None
         if self.outlier_filtration:
-            outlier = ~own & self._is_outlier(window)
-            window = torch.where(outlier, push(self.window_x, step, self.running[0].clamp(min=self.floor)), window)
+            outlier = ~own & self._is_outlier(window, state)
+            window = torch.where(outlier, push(state.window_x, step, state.running[0].clamp(min=self.floor)), window)
             own = own | outlier
         value = torch.where(own, batch, _geometric_mean(window)[None].to(batch.dtype))
-        state = {"window_x": window, "running": self.average(value), **self.drift_state(batch, step)}
+        new = {"window_x": window, "running": self.average(value, state), **self.drift_state(batch, step, state)}
         if outlier is not None:
-            state["filtered"] = self.filtered + outlier
-            if self.hold:
-                state["running"] = torch.where(outlier, self.running, state["running"])
+            new["filtered"] = state.filtered + outlier
         grad_scale = None
         if self.compensate:
-            r = torch.sqrt((value[0] + self.eps) / (self.running[0] + self.eps)).clamp(1 / 5, 5)
-            late = self.is_later(step, self.compensate_after)
+            r = torch.sqrt((value[0] + self.eps) / (state.running[0] + self.eps)).clamp(1 / 5, 5)
+            late = self.is_later(step, self.compensate_after, state)
             grad_scale = torch.where(late if outlier is None else late & ~outlier, r, 1.0)
-        return Stat(value, state, grad_scale=grad_scale, saved=() if outlier is None else (outlier,))
+        return Stat(value, new, grad_scale=grad_scale, saved=() if outlier is None else (outlier,))
 
-    def _is_outlier(self, window: Tensor) -> Tensor:
-        before = self.window_x.sqrt()
+    def _is_outlier(self, window: Tensor, state: Any) -> Tensor:
+        before = state.window_x.sqrt()
         spread = before.var() if self.threshold == "scalar" else before.var(0)
         return (window.mean(0) - _geometric_mean(window) > spread * self.window).any()
 
-    def grad_stat(self, batch: Tensor, step: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: D102
-        early, entry = self._batch_phase(step, self.window_g), batch
+    def grad_stat(  # noqa: D102
+        self, batch: Tensor, step: Tensor, saved: tuple[Tensor, ...], state: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        early, entry = self._batch_phase(step, state.window_g, state), batch
         outlier = saved[0] if saved else None
         if outlier is not None:
-            early, entry = early | outlier, torch.where(outlier, self.psi, batch)
-        window = torch.cat([self.window_g[1:], entry])  # by backward, not by step: some forwards have none
+            early, entry = early | outlier, torch.where(outlier, state.psi, batch)
+        window = torch.cat([state.window_g[1:], entry])  # by backward, not by step: some forwards have none
         smooth = torch.where(early, batch, window.mean(0, keepdim=True))
         alpha = self.alpha if self.alpha_bkw is None else self.alpha_bkw
-        psi = alpha * self.psi + (1 - alpha) * smooth
+        psi = alpha * state.psi + (1 - alpha) * smooth
         exact = early if self.warmup_grad == "exact" else outlier
         value = psi.to(batch.dtype) if exact is None else torch.where(exact, batch, psi.to(batch.dtype))
-        if outlier is not None and self.hold:
-            psi = torch.where(outlier, self.psi, psi)
         return value, {"window_g": window, "psi": psi}
 
-    def kernel_rule(self) -> KernelRule | None:  # noqa: D102
-        if self.outlier_filtration or self.compensate:
+    def kernel_rule(self, state: Any) -> KernelRule | None:  # noqa: D102
+        if self.compensate or (self.outlier_filtration and self.threshold == "channel"):
             return None
         rate, rate_grad = 1 - self.alpha, 1 - (self.alpha if self.alpha_bkw is None else self.alpha_bkw)
+        warmup = self.kernel_warmup(state) | ({} if self.window > 1 else {"warmup": NEVER})
         return KernelRule(
-            "geometric", "windowed", rate, rate_grad, floor=self.floor,
-            warmup=self.rule_end() if self.window > 1 else NEVER,
-            window=self.window_x, window_grad=self.window_g, smooth_grad=self.psi,
-            exact_early=self.warmup_grad == "exact", drift=self.drift_buffers(),
+            "geometric", "windowed", rate, rate_grad, floor=self.floor, exact_early=self.warmup_grad == "exact",
+            window=state.window_x, window_grad=state.window_g, smooth_grad=state.psi,
+            filtered=state.filtered if self.outlier_filtration else None, **warmup,
         )  # fmt: skip
 
 

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from normkit.kernels import ops, sync
-from normkit.kernels.kernel_rule import NOTICE
+from normkit.kernels.rule import NOTICE, usable
 from normkit.norms import PowerNorm, StatNorm
-from normkit.norms._state import usable
 from normkit.norms._warmup import WarmupNorm
 from normkit.norms.un import UN
 from normkit.watch.length import LengthShare, batch_lengths
@@ -133,7 +132,7 @@ def gather(site: Site, memory: Memory, x: Tensor, mask: Tensor | None, real: Ten
 def _state(norm: StatNorm, fields: Fields) -> Fields:
     """The state of a normkit norm before this batch."""
     found = {"skipped": norm.skipped.clone(), "skipped_grad": norm.skipped_grad.clone()}
-    warmup = norm.end_of_warmup() if isinstance(norm, WarmupNorm) else getattr(norm, "warmup", None)
+    warmup = norm.end_of_warmup(norm) if isinstance(norm, WarmupNorm) else getattr(norm, "warmup", None)
     if warmup is not None:
         most = NOTICE if isinstance(warmup, Tensor) else None  # with "auto" the end is not known before
         warmup, window = torch.as_tensor(warmup), getattr(norm, "window", 0)
@@ -141,7 +140,7 @@ def _state(norm: StatNorm, fields: Fields) -> Fields:
         found["warmup_left"] = (warmup - norm.step).clamp(min=0, max=most)
     if isinstance(norm, PowerNorm):
         batch, running = fields["quadratic"], fields["running_quadratic"]
-        used = torch.where(norm.step < norm.end_of_warmup(), batch, running)
+        used = torch.where(norm.step < norm.end_of_warmup(norm), batch, running)
         found["nu"] = norm.nu[0].clone()
         found["Gamma"] = batch / (used + norm.eps)
         found["Gamma_bound"] = batch.new_full((), 2 / (1 - norm.alpha_bkw))

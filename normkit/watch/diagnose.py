@@ -40,7 +40,7 @@ CHECKS = (
     Check("padding", faults.padding, "padding", keeps_batch_statistics, how=MASK, instead="mask_length"),
     Check("tiny batches", by_site(
         LIMITS["tokens"], "batches of {0:.0f} rows, too few for statistics",
-        "larger batches, steps_per_update=k, sync=True over processes, or a per-token norm", below=True),
+        "larger batches, follow_optimizer, sync=True over processes, or a per-token norm", below=True),
         "tokens", keeps_batch_statistics),
     Check("large tokens", by_site(
         LIMITS["token_share"], "a few tokens are far larger than the others: statistics are those of {percent:.0f} %"

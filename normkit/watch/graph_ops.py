@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from normkit.norms._recompute import is_recomputed
+from normkit.kernels.records import is_recomputed
 
 LISTENERS: dict[int, Any] = {}  # recorders; not imported here, for they import this module
 _KEYS = itertools.count(1)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import normkit.watch.graph_ops as graph_ops
 from normkit._util import is_int, is_number, require
+from normkit.kernels.records import is_recomputed
 from normkit.kernels.sync import is_distributed
 from normkit.models.checks import check_is_model
 from normkit.models.invoke import input_and_mask
 from normkit.models.masks import unfit_length
 from normkit.norms import Norm
-from normkit.norms._recompute import is_recomputed
 from normkit.watch.collect import Fields, Memory, Moments, Sample, evaluate, gather, gather_gradient, moments
 from normkit.watch.quantities import choose
 from normkit.watch.row_files import drop_after

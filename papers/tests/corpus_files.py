@@ -41,7 +41,7 @@ def write_pairs(folder, **files):
 def cache_with_kernels(folder):
     """A cache folder without data, with the compiled kernels of the usual one."""
     folder.mkdir(parents=True)
-    if build.step_op():
+    if build.is_loaded():
         (folder / "native").symlink_to(cache_folder() / "native")
     return folder
 

@@ -1,11 +1,44 @@
-// Columns of [n, channels]: their moments, standardize, and its gradient.
+// Columns of [n, channels]: their moments, scale and shift, and the gradient of standardizing them. Activations (`void*`)
+// are contiguous, of one type; vectors are [channels]; a field that is left out is 0 or no address.
 
 #pragma once
 
-#include "arguments.h"
 #include "loops.h"
 
 namespace {
+
+struct ColumnForward {  // column_forward: y = (u - mean) * scale + shift and the moments of u, x after layer-scale
+    const void* x;
+    const bool* mask;  // [n], true where a row is real
+    void* y;
+    const float* mean;
+    const float* scale;
+    const float* shift;
+    float* stat;   // [1 + center, channels]
+    float* count;  // of real rows
+    int64_t n;
+    int64_t channels;
+    int64_t groups;  // of layer-scale; 0 for none
+    float eps;
+    int center;
+};
+
+struct ColumnBackward {  // column_backward: dx, and the sums of dy and of dy * (u - mean)
+    const void* dy;
+    const void* x;
+    const bool* mask;
+    void* dx;
+    const float* mean;
+    const float* dy_coefficient;
+    const float* x_coefficient;
+    const float* constant;
+    float* sums;  // [2, channels]; [4, channels] if `real`: then those of real rows
+    int64_t n;
+    int64_t channels;
+    int64_t groups;
+    float eps;
+    int real;
+};
 
 struct Moments {  // of some rows: their mean (where it is to be removed), the sum of squares about it, their number
     float *mean, *square;
@@ -61,23 +94,17 @@ void column_forward(const ColumnForward& given, int threads) {
                 const float* row = rows[i];
                 block.count += counted;
                 if (center && counted && block.count == 1)  // squares about a row of the block lose few digits
-                    for (int64_t k = 0, at = 0; k < rows.runs; ++k, at += rows.width)
-                        each(at, at + rows.width, [=, r = rows.factor[k], origin = origin.data()](int64_t c) {
-                            origin[c] = row[c] * r;
-                        });
+                    std::copy_n(row, channels, origin.data());
                 const auto pass = [&](auto writes, auto shifts, auto counts, auto centers) {
                     constexpr bool WRITES = writes, SHIFTS = shifts, COUNTS = counts, CENTERS = centers;
-                    for (int64_t k = 0, at = 0; k < rows.runs; ++k, at += rows.width) {
-                        const auto read = [=, r = rows.factor[k], sum = block.mean, square = block.square,
-                                           origin = origin.data()](int64_t c) {
-                            const float u = row[c] * r, apart = CENTERS ? u - origin[c] : u;
-                            if constexpr (COUNTS && CENTERS) sum[c] += apart;
-                            if constexpr (COUNTS) square[c] += apart * apart;
-                            return WRITES ? (SHIFTS ? u - mean[c] : u) * scale[c] + shift[c] : 0;
-                        };
-                        if constexpr (WRITES) results.write(i, at, at + rows.width, read);
-                        else each(at, at + rows.width, read);
-                    }
+                    const auto read = [=, sum = block.mean, square = block.square, origin = origin.data()](int64_t c) {
+                        const float u = row[c], apart = CENTERS ? u - origin[c] : u;
+                        if constexpr (COUNTS && CENTERS) sum[c] += apart;
+                        if constexpr (COUNTS) square[c] += apart * apart;
+                        return WRITES ? (SHIFTS ? u - mean[c] : u) * scale[c] + shift[c] : 0;
+                    };
+                    if constexpr (WRITES) results.write(i, channels, read);
+                    else each(channels, read);
                 };
                 specialize(pass, y, mean, counted, center);
             }
@@ -129,8 +156,9 @@ void column_backward(const ColumnBackward& given, int threads) {
     const int64_t size = sums ? (real ? 4 : 2) * channels : 0;
     Floats parts(chunks.number * size);
     chunks.over(channels, threads, !sums && chunks.large, [&](int64_t chunk, int64_t from, int64_t to) {
-        InputRows<T> rows(x, channels), grads(dy, channels);
+        InputRows<T> rows(x, channels, groups, eps, groups && dx), grads(dy, channels);
         OutputRows<T> results(dx, channels, chunks.large);
+        Floats along(groups ? channels : 0);
         Floats block(size);
         for (int64_t first = from; first < to; first += BLOCK) {
             const int64_t last = std::min(to, first + BLOCK);
@@ -142,33 +170,22 @@ void column_backward(const ColumnBackward& given, int threads) {
                 float *sum = block.data() + (real && kept ? 2 * channels : 0), *with = sum + channels;
                 const auto pass = [&](auto writes, auto adds, auto shifts, auto real_row, auto scales) {
                     constexpr bool WRITES = writes, ADDS = adds, SHIFTS = shifts, REAL = real_row, SCALES = scales;
-                    for (int64_t at = 0; at < channels; at += width) {
-                        float r = 1, along = 0;
-                        if constexpr (SCALES) {  // the gradient of u is `direct + through * r`
-                            const auto direct = [=](int64_t c) {
-                                const float of_dy = g[c] * dy_coefficient[c];
-                                return REAL && SHIFTS ? of_dy + constant[c] - mean[c] * x_coefficient[c] : of_dy;
-                            };
-                            const auto [square, with_direct, with_through] = totals(
-                                at, at + width, square_of(row),
-                                [=](int64_t c) { return WRITES ? direct(c) * row[c] : 0; },
-                                [=](int64_t c) { return WRITES && REAL ? x_coefficient[c] * row[c] * row[c] : 0; });
-                            r = 1 / std::sqrt(square / width + eps);
-                            along = (with_direct + with_through * r) * r * r / width;
-                        }
-                        const auto apart = [=](int64_t c) { return SHIFTS ? row[c] * r - mean[c] : row[c] * r; };
-                        const auto gradient = [=](int64_t c) {  // of u
-                            const float direct = g[c] * dy_coefficient[c];
-                            if constexpr (!REAL) return direct;
-                            return direct + apart(c) * x_coefficient[c] + (SHIFTS ? constant[c] : 0);
-                        };
-                        const auto read = [=](int64_t c) {
-                            if constexpr (ADDS) sum[c] += g[c], with[c] += g[c] * apart(c);
-                            return !WRITES ? 0 : SCALES ? r * (gradient(c) - row[c] * along) : gradient(c);
-                        };
-                        if constexpr (WRITES) results.write(i, at, at + width, read);
-                        else each(at, at + width, read);
+                    const auto apart = [=](int64_t c) { return SHIFTS ? row[c] - mean[c] : row[c]; };
+                    const auto gradient = [=](int64_t c) {  // of u
+                        const float direct = g[c] * dy_coefficient[c];
+                        if constexpr (!REAL) return direct;
+                        return direct + apart(c) * x_coefficient[c] + (SHIFTS ? constant[c] : 0);
+                    };
+                    for (int64_t at = 0; SCALES && WRITES && at < channels; at += width) {
+                        const float dot = total(at, at + width, [=](int64_t c) { return gradient(c) * row[c]; });
+                        std::fill_n(along.data() + at, width, dot / width);
                     }
+                    const auto read = [=, along = along.data(), factor = rows.factor.data()](int64_t c) {
+                        if constexpr (ADDS) sum[c] += g[c], with[c] += g[c] * apart(c);
+                        return !WRITES ? 0 : SCALES ? factor[c] * (gradient(c) - row[c] * along[c]) : gradient(c);
+                    };
+                    if constexpr (WRITES) results.write(i, channels, read);
+                    else each(channels, read);
                 };
                 specialize(pass, dx, sums, mean, kept, groups);
             }

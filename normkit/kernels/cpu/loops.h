@@ -68,11 +68,11 @@ inline void each(int64_t channels, Body body) {
     each(0, channels, body);
 }
 
-// The sum of `body(c)` over these channels.
+// The sum of `body(c)` over these channels, in several registers: one would wait for its own additions.
 template <class Body>
 inline float total(int64_t first, int64_t last, Body body) {
     float sum = 0;
-#pragma omp simd reduction(+ : sum)
+#pragma omp simd reduction(+ : sum) simdlen(32)
     for (int64_t c = first; c < last; ++c) sum += body(c);
     return sum;
 }
@@ -81,13 +81,9 @@ inline float total(int64_t first, int64_t last, Body body) {
 template <class First, class Second, class Third>
 inline std::array<float, 3> totals(int64_t first, int64_t last, First a, Second b, Third d) {
     float of_a = 0, of_b = 0, of_d = 0;
-#pragma omp simd reduction(+ : of_a, of_b, of_d)
+#pragma omp simd reduction(+ : of_a, of_b, of_d) simdlen(32)
     for (int64_t c = first; c < last; ++c) of_a += a(c), of_b += b(c), of_d += d(c);
     return {of_a, of_b, of_d};
-}
-
-inline auto square_of(const float* x) {
-    return [=](int64_t c) { return x[c] * x[c]; };
 }
 
 // `body(flags...)` with the flags as constants: a loop in it is compiled for each combination, without tests.
@@ -109,7 +105,7 @@ constexpr int64_t CHUNKS = 128;     // at most, so as many threads at most
 constexpr int64_t SMALL = 1 << 15;  // elements: fewer are not worth a second thread
 constexpr int64_t TILE = 64;        // elements that bypass the caches together
 constexpr int64_t AHEAD = 8 << 10;  // bytes to prefetch before they are read
-constexpr int64_t LARGE = 4 << 20;  // bytes of results: more would leave the second-level cache before they are read
+constexpr int64_t LARGE = 2 << 20;  // bytes of results: more would leave the second-level cache before they are read
 
 template <class T>
 constexpr int64_t LINE = 64 / sizeof(T);  // elements in a line of the caches
@@ -165,28 +161,27 @@ inline void stream(const T* tile, T* to) {
 template <class T>
 class OutputRows {
     T* all;
-    int64_t channels;
     bool streams;
     alignas(64) T tile[TILE];
 
    public:
-    OutputRows(T* all, int64_t channels, bool large) : all(all), channels(channels), streams(false) {
+    OutputRows(T* all, int64_t channels, bool large) : all(all), streams(false) {
 #ifdef __SSE2__
         streams = large && channels % LINE<T> == 0 && reinterpret_cast<std::uintptr_t>(all) % 64 == 0;
 #endif
     }
 
-    // `body(c)` into each channel of row i from `first` to before `last`; as `each`, no call reads what another writes.
-    // "flatten" makes the body part of both loops: the compiler stops inlining in functions as large as the kernels.
+    // `body(c)` into each channel of row i; as `each`, no call reads what another writes. "flatten" makes the body part
+    // of both loops: the compiler stops inlining in functions as large as the kernels.
     template <class Body>
-    [[gnu::flatten]] void write(int64_t i, int64_t first, int64_t last, Body body) {
+    [[gnu::flatten]] void write(int64_t i, int64_t channels, Body body) {
         T* row = all + i * channels;
-        if (streams && first % LINE<T> == 0)
-            for (; first + TILE <= last; first += TILE) {
-                each(TILE, [=, to = tile](int64_t c) { put(to + c, body(first + c)); });
-                stream(tile, row + first);
-            }
-        each(first, last, [=](int64_t c) { put(row + c, body(c)); });
+        int64_t first = 0;
+        for (; streams && first + TILE <= channels; first += TILE) {
+            each(TILE, [=, to = tile](int64_t c) { put(to + c, body(first + c)); });
+            stream(tile, row + first);
+        }
+        each(first, channels, [=](int64_t c) { put(row + c, body(c)); });
     }
 
     ~OutputRows() {
@@ -196,8 +191,7 @@ class OutputRows {
     }
 };
 
-// Rows as floats, and the factor of each run of their channels: 1 / sqrt(mean(x^2) + eps) for each of `groups`
-// (layer-scale), 1 for the whole row without groups.
+// Rows as floats; with `groups`, after layer-scale: each group of channels times 1 / sqrt(mean(x^2) + eps).
 template <class T>
 class InputRows {
     const T* all;
@@ -206,18 +200,24 @@ class InputRows {
     Floats buffer;
 
    public:
-    int64_t runs, width;
-    Floats factor;  // of each run of the last row that was read
+    Floats factor;  // of layer-scale, for each channel of the last row that was read
 
-    InputRows(const T* all, int64_t channels, int64_t groups = 0, float eps = 0)
-        : all(all), channels(channels), groups(groups), eps(eps), buffer(channels), runs(std::max<int64_t>(groups, 1)),
-          width(channels / runs), factor(runs, 1.0f) {}
+    InputRows(const T* all, int64_t channels, int64_t groups = 0, float eps = 0, bool keeps_factor = false)
+        : all(all), channels(channels), groups(groups), eps(eps), buffer(channels),
+          factor(keeps_factor ? channels : 0) {}
 
     const float* operator[](int64_t i) {
-        const float* x = wide_row(all + i * channels);
-        for (int64_t k = 0; k < groups; ++k)
-            factor[k] = 1 / std::sqrt(total(k * width, (k + 1) * width, square_of(x)) / width + eps);
-        return x;
+        const T* row = all + i * channels;
+        float* to = buffer.data();
+        if (!groups) return wide_row(row);
+        const int64_t width = channels / groups;
+        for (int64_t at = 0; at < channels; at += width) {
+            const float square = total(at, at + width, [=](int64_t c) { return wide(row[c]) * wide(row[c]); });
+            const float r = 1 / std::sqrt(square / width + eps);
+            each(at, at + width, [=](int64_t c) { to[c] = wide(row[c]) * r; });
+            if (!factor.empty()) std::fill_n(factor.data() + at, width, r);
+        }
+        return to;
     }
 
    private:

@@ -2,10 +2,34 @@
 
 #pragma once
 
-#include "arguments.h"
 #include "loops.h"
 
 namespace {
+
+struct RowForward {  // row_forward: each row, less its mean if `center`, divided by its root mean square or length
+    const void* x;
+    void* y;
+    const float* weight;
+    const float* bias;
+    int64_t n;
+    int64_t channels;
+    float eps;
+    int length;
+    int center;
+};
+
+struct RowBackward {  // row_backward
+    const void* dy;
+    const void* x;
+    void* dx;
+    const float* weight;
+    float* sums;  // [2, channels]: of dy and of dy * z
+    int64_t n;
+    int64_t channels;
+    float eps;
+    int length;
+    int center;
+};
 
 // Factor of a row with this sum of squares: 1 / sqrt(mean(x^2) + eps), or 1 / max(|x|, eps), a constant if `clamped`.
 struct Factor {
@@ -44,7 +68,7 @@ void row_forward(const RowForward& given, int threads) {
             const float r = Factor(square, channels, eps, length).value;
             const auto pass = [&](auto weighted, auto biased) {
                 constexpr bool WEIGHTED = weighted, BIASED = biased;
-                results.write(i, 0, channels, [=](int64_t c) {
+                results.write(i, channels, [=](int64_t c) {
                     const float y = WEIGHTED ? apart(c) * r * weight[c] : apart(c) * r;
                     return BIASED ? y + bias[c] : y;
                 });
@@ -90,7 +114,7 @@ void row_backward(const RowBackward& given, int threads) {
                     const float r = factor.value;
                     const float along = factor.clamped ? 0 : dot * r * r / (length ? 1 : channels);
                     const float mean_g = center ? all / channels : 0;
-                    results.write(i, 0, channels, [=](int64_t c) {
+                    results.write(i, channels, [=](int64_t c) {
                         if constexpr (ADDS) sum[c] += dy[c], with[c] += dy[c] * (apart(c) * r);
                         return r * (g(c) - mean_g - apart(c) * along);
                     });

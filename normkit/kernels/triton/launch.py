@@ -1,11 +1,16 @@
-"""Launch of a kernel: tile, warps and number of programs from the shape.
+"""Launch of kernels: tile, warps and number of programs from the shape; sums of the programs' shares.
 
 A launch decides the order of every sum. It follows from the shape alone, so that the same shape gives the same bits.
 """
 
-from typing import NamedTuple
+import contextlib
+from typing import Any, NamedTuple
 
-LONGEST = 8192  # channels of a row that one program holds in registers (16384 spill); longer rows go by blocks
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
 PROGRAMS = 264  # two for each of the 132 multiprocessors of a large card: enough to keep memory busy
 
 
@@ -25,8 +30,8 @@ class Launch(NamedTuple):
 
 def row_launch(rows: int, channels: int, *, backward: bool = False) -> Launch:
     """Launch for kernels of whole rows: small rows share a program, large ones get more warps."""
-    block = min(power_of_2(channels), LONGEST)
-    tile = max(1, min(16, 2048 // block)) if channels <= LONGEST else 1
+    block = power_of_2(channels)
+    tile = max(1, min(16, 2048 // block))
     warps = min(16, max(1, tile * block // (256 if backward else 512)))
     tiles = cdiv(rows, tile)
     return Launch(tile, block, warps, min(tiles, PROGRAMS) if backward else tiles)
@@ -58,3 +63,84 @@ def cdiv(a: int, b: int) -> int:
 def power_of_2(n: int) -> int:
     """Smallest power of two that is at least `n`."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+# -- functions of kernels ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_vector(P, channel, real, missing: tl.constexpr):
+    """Load a vector over channels as float32; `missing` in all of them if P is None."""
+    if P is None:
+        vector = tl.full(channel.shape, missing, tl.float32)
+    else:
+        vector = tl.load(P + channel, mask=real, other=missing).to(tl.float32)
+    return vector
+
+
+@triton.jit
+def total_of_shares(P, here, real, programs, stride, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up the programs' shares of one sum for a block of channels, in a fixed order."""
+    total = tl.zeros([TILE, BLOCK], tl.float32)
+    for start in range(0, programs, TILE):
+        row = start + tl.arange(0, TILE)
+        inside = (row < programs)[:, None] & real[None, :]
+        total += tl.load(P + row[:, None] * stride + here[None, :], mask=inside, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def add_partials(P, OUT, MORE, MORE_OUT, programs, channels, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up the programs' shares P[i, c] in a fixed order: OUT[c]. MORE likewise, if given."""
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = channel < channels
+    if tl.program_id(1) == 0:
+        total = total_of_shares(P, channel, real, programs, channels, TILE, BLOCK)
+        tl.store(OUT + channel, total.to(OUT.dtype.element_ty), mask=real)
+    elif MORE is not None:
+        total = total_of_shares(MORE, channel, real, programs, channels, TILE, BLOCK)
+        tl.store(MORE_OUT + channel, total.to(MORE_OUT.dtype.element_ty), mask=real)
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def add_up(shares: Tensor | None, out: Tensor, more: Tensor | None = None, more_out: Tensor | None = None) -> Tensor:
+    """Add up shares `[programs, n]` in a fixed order into `out`, `[n]`; `more` likewise."""
+    assert shares is not None
+    programs, channels = shares.shape
+    jit(add_partials)[(*sum_grid(channels), 1 if more is None else 2)](
+        shares, out, more, more_out, programs, channels, **sum_launch(programs, channels)
+    )
+    return out
+
+
+def sum_buffer(shape: tuple[int, ...], x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Uninitialized memory for sums over `x`; zeros (one more launch) if `x` is empty."""
+    return (torch.empty if x.numel() else torch.zeros)(shape, dtype=dtype, device=x.device)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """`[..., C]` as rows of any stride with contiguous channels; a copy only if needed."""
+    x = x.resolve_neg()
+    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def contiguous(parameter: Tensor | None) -> Tensor | None:
+    """The tensor, contiguous; None stays None."""
+    return None if parameter is None else parameter.contiguous()
+
+
+def jit(kernel: Any) -> Any:
+    """The kernel; type checkers take its launch for a plain call."""
+    return kernel
+
+
+def device_of(x: Tensor, parameter: Tensor | None = None) -> contextlib.AbstractContextManager[Any]:
+    """Context in which the device of `x` is current, as Triton launches on the current one."""
+    if parameter is not None and parameter.device != x.device:
+        raise RuntimeError(f"x is on {x.device}, the norm on {parameter.device}; move one of them")
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)

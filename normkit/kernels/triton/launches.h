@@ -1,4 +1,4 @@
-// Both passes of a training step on a GPU, as launches of kernels that Triton compiled (plan.py). Forward: sums, rule,
+// Both passes of a training step on a GPU, as launches of kernels that Triton compiled (plans.py). Forward: sums, rule,
 // standardize; an automatic warm-up measures its drift, too. Backward: sums, rule, dx. If the statistics are known in
 // advance, standardize and dx share the reading of the sums. Scratch memory comes from PyTorch's allocator.
 
@@ -13,12 +13,12 @@
 #include <limits>
 #include <type_traits>
 
-#include "../training_step.h"
+#include "../step.h"
 
 namespace {
 
 // The kernels of a plan.
-enum KernelIndex { SUMS, RULE, DRIFT, OUTPUT, GRAD_SUMS, GRAD_RULE, GRAD_OUTPUT, KERNELS };
+enum KernelIndex { SUMS, FILTER, RULE, DRIFT, OUTPUT, GRAD_SUMS, GRAD_RULE, GRAD_OUTPUT, KERNELS };
 
 // Functions of NVIDIA's driver: cuLaunchKernel, cuCtxPushCurrent, cuCtxPopCurrent.
 using LaunchKernel = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
@@ -26,7 +26,7 @@ using LaunchKernel = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsi
 using PushContext = int (*)(void*);
 using PopContext = int (*)(void**);
 
-struct Plan {  // in the order of plan.py
+struct Plan {  // in the order of plans.py
     std::int64_t launch, push, pop, context, stream, programs, blocks, sum_blocks;
     struct {
         std::int64_t function, warps, shared;
@@ -34,7 +34,7 @@ struct Plan {  // in the order of plan.py
 };
 
 inline Plan plan_of(at::IntArrayRef numbers) {
-    TORCH_CHECK(numbers.size() * sizeof(std::int64_t) == sizeof(Plan), "plan.py and launches.h differ in their plans");
+    TORCH_CHECK(numbers.size() * sizeof(std::int64_t) == sizeof(Plan), "plans.py and launches.h differ in their plans");
     Plan plan;
     std::memcpy(&plan, numbers.data(), sizeof(Plan));
     return plan;
@@ -98,18 +98,21 @@ inline void train_on_gpu(const TrainingStep& step, const Plan& plan, const at::T
     if (!step.decided) {
         const bool known = options.known_in_advance;
         const std::int64_t share = plan.programs * channels, shares = plan.programs * plan.blocks;
-        Scratch scratch(options_of_x, {center * share, share, plan.programs, shares});
+        const std::int64_t parts = made.outlier ? 4 * plan.sum_blocks : 0;
+        Scratch scratch(options_of_x, {center * share, share, plan.programs, shares, parts});
         float *sum = scratch.take(center * share), *square = scratch.take(share), *count = scratch.take(plan.programs);
-        float* finite = scratch.take(shares);
+        float *finite = scratch.take(shares), *excess = scratch.take(parts);
         launch(plan, SUMS, plan.programs, plan.blocks, step.x, step.mask, known ? step.y : nullptr,
                known && center ? state.running : none, known ? state.running + last : none, known ? step.weight : none,
                known ? step.bias : none, sum, square, count, finite, state.step, made.step, n, channels, channels,
                options.eps);
+        if (made.outlier)
+            launch(plan, FILTER, plan.sum_blocks, 1, sum, square, count, finite, state.running, state.window, made.step,
+                   excess, plan.programs, shares, channels, state.slots, options.floor);
         launch(plan, RULE, plan.sum_blocks, 1, sum, square, count, finite, made.step, state.running, state.step,
-               state.skipped, state.window, made.batch, made.value, made.count, made.output_scale, made.output_shift,
-               made.saved_grad, made.saved_gamma, state.smooth_grad, state.end, plan.programs,
-               shares, channels, state.slots, options.eps, options.rate, options.warmup, options.until_r,
-               options.until_d, options.bound_r, options.bound_d, options.floor);
+               state.skipped, state.window, excess, state.filtered, made.outlier, made.batch, made.value, made.count,
+               made.saved_grad, made.saved_gamma, state.smooth_grad, state.end, plan.programs, shares,
+               plan.sum_blocks, channels, state.slots, options.eps, options.rate, options.warmup, options.floor);
         if (state.averages)
             launch(plan, DRIFT, 1, 1, made.batch + last, state.step, made.step, state.averages, state.lag,
                    state.warmup_end, channels,
@@ -117,7 +120,7 @@ inline void train_on_gpu(const TrainingStep& step, const Plan& plan, const at::T
         if (known) return;
     }
     launch(plan, OUTPUT, plan.programs, plan.blocks, step.x, step.y, center ? made.value : none, made.value + last,
-           step.weight, step.bias, made.output_scale, made.output_shift, n, channels, channels, options.eps);
+           step.weight, step.bias, n, channels, channels, options.eps);
 }
 
 inline void differentiate_on_gpu(const TrainingStep& step, const Plan& plan, const at::TensorOptions& options_of_x) {
@@ -133,15 +136,15 @@ inline void differentiate_on_gpu(const TrainingStep& step, const Plan& plan, con
     float *sums = scratch.take(share), *finite = scratch.take(exact ? 0 : shares), *removed = scratch.take(removed_size);
     const float *none = nullptr, *mean = center ? made.value : none, *variance = made.value + last;
     launch(plan, GRAD_SUMS, plan.programs, plan.blocks, step.dy, step.x, step.mask, known ? step.dx : nullptr, mean,
-           variance, step.weight, made.output_scale, known ? made.saved_grad : none, sums, finite, n, channels,
+           variance, step.weight, known ? made.saved_grad : none, sums, finite, n, channels,
            channels, channels, options.eps);
-    launch(plan, GRAD_RULE, plan.sum_blocks, 1, sums, finite, made.count, made.step, step.weight, made.output_scale,
-           made.output_shift, made.saved_grad, made.saved_gamma, state.skipped_grad, state.window_grad,
+    launch(plan, GRAD_RULE, plan.sum_blocks, 1, sums, finite, made.count, made.step, step.weight,
+           made.saved_grad, made.saved_gamma, made.outlier, state.skipped_grad, state.window_grad,
            state.smooth_grad, state.end, removed, step.dweight, step.dbias, plan.programs, shares, channels,
            state.slots_grad, options.rate_grad, options.warmup);
     if (!known)
         launch(plan, GRAD_OUTPUT, plan.programs, plan.blocks, step.dy, step.x, step.mask, step.dx, mean, variance,
-               step.weight, made.output_scale, removed, n, channels, channels, channels, options.eps);
+               step.weight, removed, n, channels, channels, channels, options.eps);
 }
 
 }  // namespace

@@ -1,17 +1,138 @@
-"""Per-token norms on the GPU: one launch forward, two backward."""
+"""Per-token norms on the GPU: one launch forward, two backward.
 
-import contextlib
+The grid of a kernel is (programs along rows, groups). Numbers are loaded once, computed in float32, stored in the type
+of the pointer. Statistics of a row are saved as `[rows, groups]`: the mean, and `inv`, the factor of the row.
+"""
+
 import functools
-from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from normkit.kernels import reference
-from normkit.kernels.triton import row_kernels
-from normkit.kernels.triton.launch import LONGEST, cdiv, column_launch, row_launch, sum_grid, sum_launch
+from normkit.kernels.triton.launch import (
+    add_up,
+    as_rows,
+    contiguous,
+    device_of,
+    jit,
+    load_vector,
+    row_launch,
+    sum_buffer,
+)
 
-kernel: Any = row_kernels  # type checkers take a launch for a plain call
+
+@triton.jit
+def inverse(square, width, eps, KIND: tl.constexpr):
+    """The factor of a row from its sum of squares, from which "layer" has removed the mean."""
+    if KIND == "rms_plus_eps":
+        inv = 1.0 / (tl.sqrt(square / width) + eps)
+    elif KIND == "scale":
+        inv = 1.0 / tl.maximum(tl.sqrt(square), eps)
+    else:
+        inv = 1.0 / tl.sqrt(square / width + eps)
+    return inv
+
+
+@triton.jit
+def share(dot, inv, width, eps, KIND: tl.constexpr):
+    """Share of z to subtract from the gradient of a row, from `dot = sum(g * z)`."""
+    if KIND == "rms_plus_eps":
+        rest = 1.0 - eps * inv  # rms / (rms + eps); 0 for a row of zeros, whose z is 0 as finite
+        part = tl.where(rest > 0, dot / width / tl.where(rest > 0, rest, 1.0), 0.0)
+    elif KIND == "scale":
+        part = tl.where(inv * eps < 1.0, dot, 0.0)  # a clamped length is a constant
+    else:
+        part = dot / width
+    return part
+
+
+@triton.jit
+def load_weight(W, channel, real, SCALAR: tl.constexpr):
+    """The weights of a run of channels: 1 without W, one number for all with SCALAR."""
+    if SCALAR:
+        w = tl.zeros(channel.shape, tl.float32) + tl.load(W).to(tl.float32)
+    else:
+        w = load_vector(W, channel, real, 1.0)
+    return w
+
+
+@triton.jit
+def row_forward(
+    X, W, B, Y, MEAN, INV, rows, width, x_stride, eps,
+    KIND: tl.constexpr, SCALAR: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute Y = W * z + B of rows of X."""
+    group, groups = tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.arange(0, BLOCK)
+    channel = group * width + column
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    out = row[:, None] * (width * groups) + channel[None, :]
+    x = tl.load(X + row[:, None] * x_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+    if KIND == "layer":
+        mean = tl.sum(x, 1) / width
+        x = tl.where(inside, x - mean[:, None], 0.0)
+        tl.store(MEAN + row * groups + group, mean, mask=row < rows)
+    inv = inverse(tl.sum(x * x, 1), width, eps, KIND)
+    tl.store(INV + row * groups + group, inv, mask=row < rows)
+    y = x * inv[:, None] * load_weight(W, channel, column < width, SCALAR)[None, :]
+    if B is not None:
+        y += load_vector(B, channel, column < width, 0.0)[None, :]
+    tl.store(Y + out, y.to(Y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def row_backward(
+    DY, X, W, MEAN, INV, DX, DW, DB, rows, width, dy_stride, x_stride, eps,
+    KIND: tl.constexpr, SCALAR: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute DX and this program's share of the sums over rows for W and B.
+
+    A program takes every `programs`-th tile, in order, and writes its own row of DW and DB: sums without atomics.
+    """
+    start, programs = tl.program_id(0), tl.num_programs(0)
+    group, groups = tl.program_id(1), tl.num_programs(1)
+    column = tl.arange(0, BLOCK)
+    channel = group * width + column
+    real = column < width
+    dw = tl.zeros([TILE, BLOCK], tl.float32)
+    db = tl.zeros([TILE, BLOCK], tl.float32)
+    w = load_weight(W, channel, real, SCALAR)[None, :]
+    for tile in range(start, tl.cdiv(rows, TILE), programs):
+        row = tl.cast(tile, tl.int64) * TILE + tl.arange(0, TILE)
+        inside = (row < rows)[:, None] & real[None, :]
+        dy = tl.load(DY + row[:, None] * dy_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        z = tl.load(X + row[:, None] * x_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        inv = tl.load(INV + row * groups + group, mask=row < rows, other=0.0)
+        if KIND == "layer":
+            mean = tl.load(MEAN + row * groups + group, mask=row < rows, other=0.0)
+            z = tl.where(inside, z - mean[:, None], 0.0)
+        z = z * inv[:, None]
+        if DW is not None:
+            dw += dy * z
+        if DB is not None:
+            db += dy
+        g = dy * w
+        part = share(tl.sum(g * z, 1), inv, width, eps, KIND)
+        dx = g - z * part[:, None]
+        if KIND == "layer":
+            dx = dx - (tl.sum(g, 1) / width)[:, None]
+        dx = dx * inv[:, None]
+        out = row[:, None] * (width * groups) + channel[None, :]
+        tl.store(DX + out, dx.to(DX.dtype.element_ty), mask=inside)
+    if DW is not None:
+        if SCALAR:
+            tl.store(DW + start * groups + group, tl.sum(tl.sum(dw, 0), 0))
+        else:
+            tl.store(DW + start * width * groups + channel, tl.sum(dw, 0), mask=real)
+    if DB is not None:
+        tl.store(DB + start * width * groups + channel, tl.sum(db, 0), mask=real)
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
 
 
 def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -72,9 +193,8 @@ def forward(
     weight = weight if weight is None or is_scalar(weight, channels) else weight.expand(channels)
     bias = None if bias is None else bias.expand(channels)
     launch = row_launch(rows, width)
-    body = kernel.row_forward if width <= LONGEST else kernel.long_forward
     with device_of(x, weight):
-        body[(launch.programs, groups)](
+        jit(row_forward)[(launch.programs, groups)](
             flat, contiguous(weight), contiguous(bias), y, *saved.unbind(0), rows, width, flat.stride(0), eps,
             KIND=kind, SCALAR=is_scalar(weight, channels), **launch.meta,
         )  # fmt: skip
@@ -94,80 +214,27 @@ def backward(
     if rows == 0 or channels == 0:
         return dx, dw, db
     flat, dy = as_rows(x), as_rows(dy)
-    fits = width <= LONGEST
-    launch = row_launch(rows, width, backward=True) if fits else column_launch(rows, channels)
-    shares, empty = (launch.programs, channels), functools.partial(x.new_empty, dtype=torch.float32)
-    biases = None if db is None else empty(shares)
-    weights = None if dw is None else empty((launch.programs * groups, 1) if scalar and fits else shares)
-    strides = dy.stride(0), flat.stride(0)
+    launch = row_launch(rows, width, backward=True)
+    empty = functools.partial(x.new_empty, dtype=torch.float32)
+    biases = None if db is None else empty((launch.programs, channels))
+    weights = None if dw is None else empty((launch.programs * groups, 1) if scalar else (launch.programs, channels))
     with device_of(x):
-        if fits:
-            kernel.row_backward[(launch.programs, groups)](
-                dy, flat, contiguous(weight), *saved.unbind(0), dx, weights, biases, rows, width, *strides, eps,
-                KIND=kind, SCALAR=scalar, **launch.meta,
-            )  # fmt: skip
-        else:
-            kernel.long_backward[(rows, groups)](
-                dy, flat, contiguous(weight), *saved.unbind(0), dx, width, *strides, eps,
-                KIND=kind, SCALAR=scalar, BLOCK=LONGEST // 2, num_warps=8,
-            )  # fmt: skip
-            if dw is not None or db is not None:
-                kernel.row_sums[(launch.programs, cdiv(channels, launch.block))](
-                    dy, flat, *saved.unbind(0), weights, biases, rows, width, groups, *strides,
-                    CENTER=kind == "layer", **launch.meta,
-                )  # fmt: skip
+        jit(row_backward)[(launch.programs, groups)](
+            dy, flat, contiguous(weight), *saved.unbind(0), dx, weights, biases, rows, width, dy.stride(0),
+            flat.stride(0), eps, KIND=kind, SCALAR=scalar, **launch.meta,
+        )  # fmt: skip
         if dw is not None and not scalar:
             add_up(weights, dw, biases, db)
             return dx, dw, db
-        if dw is not None and not fits:
-            wide = torch.empty(channels, dtype=torch.float32, device=x.device)
-            dw.copy_(add_up(weights, wide).sum())
-        elif dw is not None:
-            add_up(weights, dw)
-        if db is not None:
-            add_up(biases, db)
+        for share, total in ((weights, dw), (biases, db)):
+            if total is not None:
+                add_up(share, total)
     return dx, dw, db
-
-
-def add_up(shares: Tensor | None, out: Tensor, more: Tensor | None = None, more_out: Tensor | None = None) -> Tensor:
-    """Add up shares `[programs, n]` in a fixed order into `out`, `[n]`; `more` likewise."""
-    assert shares is not None
-    programs, channels = shares.shape
-    kernel.add_partials[(*sum_grid(channels), 1 if more is None else 2)](
-        shares, out, more, more_out, programs, channels, **sum_launch(programs, channels)
-    )
-    return out
-
-
-def sum_buffer(shape: tuple[int, ...], x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uninitialized memory for sums over `x`; zeros (one more launch) if `x` is empty."""
-    return (torch.empty if x.numel() else torch.zeros)(shape, dtype=dtype, device=x.device)
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """`[..., C]` as rows of any stride with contiguous channels; a copy only if needed."""
-    x = x.resolve_neg()
-    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
-    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
-
-
-def contiguous(parameter: Tensor | None) -> Tensor | None:
-    """The tensor, contiguous; None stays None."""
-    return None if parameter is None else parameter.contiguous()
 
 
 def is_scalar(weight: Tensor | None, channels: int) -> bool:
     """True if there is one weight for all channels."""
     return weight is not None and weight.numel() == 1 and channels > 1
-
-
-def device_of(x: Tensor, parameter: Tensor | None = None) -> contextlib.AbstractContextManager[Any]:
-    """Context in which the device of `x` is current, as Triton launches on the current one."""
-    if parameter is not None and parameter.device != x.device:
-        raise RuntimeError(f"x is on {x.device}, the norm on {parameter.device}; move one of them")
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(x.device)
 
 
 def _sizes(x: Tensor, groups: int) -> tuple[int, int, int]:

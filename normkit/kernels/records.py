@@ -1,4 +1,4 @@
-"""Records of forwards, for activation checkpointing.
+"""Decisions of training forwards, kept for backward passes and for activation checkpointing.
 
 Checkpointing runs a forward again in the backward pass. The second run must use the statistics of the first, although
 the state has changed since, and must not change the state again. So a norm keeps the `StepStatistics` of its forwards
@@ -8,12 +8,54 @@ for as long as their graphs live.
 import collections
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from normkit.kernels import autograd
-from normkit.kernels.step_statistics import StepStatistics
+
+@dataclass(slots=True, weakref_slot=True, eq=False)  # not frozen, which would make it slow to create
+class StepStatistics:
+    """Decisions of one training forward, for its backward pass and for a recomputed forward.
+
+    Attributes:
+        batch: Statistics of this process's batch, `[k, C]`.
+        value: Statistics to standardize with, `[k, C]`.
+        count: Number of real rows, of all processes if these are synchronized.
+        step: Number of this update, counted from 1.
+        output_scale: As in `rule.Stat`; so are the next three.
+        output_shift: See `Stat`.
+        grad_scale: See `Stat`.
+        dx_scale: See `Stat`.
+        mask: `[...]`, True where a row is real; None if all are.
+        saved: Tensors that `grad_stat` reads.
+    """
+
+    batch: Tensor
+    value: Tensor
+    count: Tensor
+    step: Tensor
+    output_scale: Tensor | None = None
+    output_shift: Tensor | None = None
+    grad_scale: Tensor | None = None
+    dx_scale: Tensor | None = None
+    mask: Tensor | None = None
+    saved: tuple[Tensor, ...] = ()
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All fields, those of `saved` last."""
+        return (
+            self.batch, self.value, self.count, self.step, self.output_scale, self.output_shift, self.grad_scale,
+            self.dx_scale, self.mask, *self.saved,
+        )  # fmt: skip
+
+    @classmethod
+    def from_tensors(cls, tensors: tuple[Tensor | None, ...] | list[Tensor | None]) -> "StepStatistics":
+        """Inverse of `tensors`."""
+        return cls(*tensors[:9], tuple(tensors[9:]))  # type: ignore[arg-type]
 
 
 def is_recomputed() -> bool:
@@ -79,8 +121,56 @@ def _select(column: tuple[Tensor | None, ...], place: Tensor) -> Tensor | None:
     return None if every is None else torch.stack([every if t is None else t for t in column]).index_select(0, place)[0]
 
 
+@torch.library.custom_op("normkit::snapshot", mutates_args=())
+def copy_tensors(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies that a compiled backward must keep instead of recomputing them.
+
+    A compiled graph would otherwise recompute small tensors in the backward pass from the buffers that they were made
+    of. The forward pass has overwritten these by then (seen with torch 2.13: window slots off by one). Activation
+    checkpointing recomputes this op, too, unless `keep_statistics` excludes it: a RuntimeError.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "a compiled norm is recomputed in the backward pass, and its statistics have moved on; compile what calls "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=normkit.keep_statistics)"
+        )
+    return [t.clone() for t in tensors]
+
+
+@copy_tensors.register_fake
+def _(tensors: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(t) for t in tensors]
+
+
 def snapshot(statistics: StepStatistics) -> StepStatistics:
     """Copy the statistics for a compiled backward, as buffers are overwritten by then."""
     tensors = statistics.tensors()
-    copies = iter(autograd.snapshot([t for t in tensors if t is not None]))
+    copies = iter(copy_tensors([t for t in tensors if t is not None]))
     return StepStatistics.from_tensors([None if t is None else next(copies) for t in tensors])
+
+
+def keep_statistics() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Keep the decisions of norms when `torch.compile` recomputes activations.
+
+    They are a few numbers for each norm. Pass it as `context_fn`, and compile the function that calls `checkpoint`:
+    otherwise compiled norms with batch statistics raise a RuntimeError. Eager norms do not need it.
+
+    Returns:
+        The two context managers that `torch.utils.checkpoint.checkpoint` expects.
+
+    Examples:
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> def block(x):
+        ...     return checkpoint(torch.tanh, x, use_reentrant=False, context_fn=keep_statistics)
+        >>> block(torch.zeros(1))  # or torch.compile(block)
+        tensor([0.])
+    """
+
+    def policy(context: object, op: object, *args: Any, **kwargs: Any) -> bool:
+        if op is not torch.ops.normkit.snapshot.default:
+            return False
+        if type(args[0][0]) is Tensor:  # nothing traces it: the checkpoint is eager
+            raise RuntimeError("an eager checkpoint would move compiled norms twice; compile what calls checkpoint()")
+        return True
+
+    return create_selective_checkpoint_contexts(policy)

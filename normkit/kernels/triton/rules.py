@@ -1,16 +1,17 @@
 """Rules of methods in Triton, in the launch that adds up the programs' shares.
 
-`train_rule` is `StatNorm.train_stat`, `grad_rule` is `grad_stat`. Each program owns a block of channels and writes the
-buffers of these; program 0 alone reads and writes counters. Whether the batch is usable depends on all channels: each
-program reads FINITE, which the column pass wrote for every share, a few KB. Shares are summed in a fixed order, as
-everywhere. `measure_drift`, a launch of its own, is `WarmupNorm.drift_state`.
+`train_rule` is `StatNorm.train_stat`, `grad_rule` is `grad_stat`, for the rules that a `KernelRule` describes. Each
+program owns a block of channels and writes the buffers of these; program 0 alone reads and writes counters. Whether the
+batch is usable depends on all channels: each program reads FINITE, which the column pass wrote for every share, a few
+KB. Shares are summed in a fixed order, as everywhere. `measure_drift`, a launch of its own, is
+`WarmupNorm.drift_state`, and `window_excess` prepares the search for outliers.
 """
 
 import triton
 import triton.language as tl
 
-from normkit.kernels.triton.column_kernels import merged_moments
-from normkit.kernels.triton.shared_kernels import load_vector, total_of_shares
+from normkit.kernels.triton.columns import merged_moments
+from normkit.kernels.triton.launch import load_vector, total_of_shares
 
 
 @triton.jit
@@ -24,8 +25,8 @@ def usable(FINITE, shares, count, TILE: tl.constexpr):
 
 
 @triton.jit
-def window_mean(WINDOW, entry, slot, size, ok, channel, real, channels, GEOMETRIC: tl.constexpr):
-    """Mean of a window `[size, C]` with `entry` in its `slot`; stored if the batch is usable."""
+def window_mean(WINDOW, entry, slot, size, channel, real, channels, GEOMETRIC: tl.constexpr):
+    """Mean of a window `[size, C]` with `entry` in its `slot`."""
     total = tl.zeros_like(entry)
     for row in range(size):
         value = tl.load(WINDOW + row * channels + channel, mask=real, other=1.0)
@@ -33,16 +34,67 @@ def window_mean(WINDOW, entry, slot, size, ok, channel, real, channels, GEOMETRI
         if GEOMETRIC:
             value = tl.log(tl.where(value > 0, value, 1.0))  # an empty slot is 0; no mean is used yet
         total += value
-    tl.store(WINDOW + slot * channels + channel, entry, mask=real & ok)
     mean = total / size
     return tl.exp(mean) if GEOMETRIC else mean
 
 
 @triton.jit
-def ramp(step, warmup, until):
-    """0 up to the end of warm-up, then linearly to 1 at `until`."""
-    share = (step - warmup).to(tl.float32) / tl.maximum(until - warmup, 1).to(tl.float32)
-    return tl.minimum(tl.maximum(share, 0.0), 1.0)
+def window_excess(
+    SUM, SQUARE, COUNT, FINITE, RUNNING, WINDOW, NEXT, EXCESS,
+    programs, shares, channels, size, floor,
+    CENTER: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute this program's share, EXCESS `[blocks, 4]`, of what `is_outlier` compares over all channels.
+
+    The share is the largest difference of the arithmetic and the geometric mean of the window with this batch; number,
+    mean, and squared deviations of the roots of the window's entries from before.
+    """
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = channel < channels
+    _, batch, count = merged_moments(  # type: ignore[misc]
+        SUM, SQUARE, COUNT, channel, programs, channels, CENTER, TILE, BLOCK
+    )  # fmt: skip
+    ok = usable(FINITE, shares, count, TILE) > 0
+    entry = tl.where(ok, batch, tl.load(RUNNING + channel, mask=real, other=1.0))
+    entry, slot = tl.maximum(entry, floor), tl.load(NEXT) % size
+    smooth = window_mean(WINDOW, entry, slot, size, channel, real, channels, True)
+    apart = window_mean(WINDOW, entry, slot, size, channel, real, channels, False) - smooth
+    number = tl.sum(tl.where(real, 1.0, 0.0), 0) * size
+    total = tl.zeros_like(entry)
+    for row in range(size):
+        total += tl.sqrt(tl.load(WINDOW + row * channels + channel, mask=real, other=0.0))
+    mean = tl.sum(total, 0) / number
+    square = tl.zeros_like(entry)
+    for row in range(size):
+        off = tl.sqrt(tl.load(WINDOW + row * channels + channel, mask=real, other=0.0)) - mean
+        square += tl.where(real, off * off, 0.0)
+    here = EXCESS + 4 * tl.program_id(0)
+    tl.store(here, tl.max(tl.where(real, apart, float("-inf")), 0))
+    tl.store(here + 1, number)
+    tl.store(here + 2, mean)
+    tl.store(here + 3, tl.sum(square, 0))
+
+
+@triton.jit
+def is_outlier(EXCESS, blocks, size, TILE: tl.constexpr):
+    """1 if the step is an outlier (UN, Eq. 19), else 0."""
+    most, number, total = (tl.full([TILE], float("-inf"), tl.float32), tl.zeros([TILE], tl.float32),
+                           tl.zeros([TILE], tl.float32))  # fmt: skip
+    for start in range(0, blocks, TILE):
+        i = start + tl.arange(0, TILE)
+        most = tl.maximum(most, tl.load(EXCESS + 4 * i, mask=i < blocks, other=float("-inf")))
+        entries = tl.load(EXCESS + 4 * i + 1, mask=i < blocks, other=0.0)
+        number += entries
+        total += entries * tl.load(EXCESS + 4 * i + 2, mask=i < blocks, other=0.0)
+    entries = tl.sum(number, 0)
+    mean = tl.sum(total, 0) / entries
+    square = tl.zeros([TILE], tl.float32)
+    for start in range(0, blocks, TILE):
+        i = start + tl.arange(0, TILE)
+        off = tl.load(EXCESS + 4 * i + 2, mask=i < blocks, other=0.0) - mean
+        square += tl.load(EXCESS + 4 * i + 1, mask=i < blocks, other=0.0) * off * off
+        square += tl.load(EXCESS + 4 * i + 3, mask=i < blocks, other=0.0)
+    return tl.where(tl.max(most, 0) > tl.sum(square, 0) / (entries - 1.0) * size, 1, 0)
 
 
 @triton.jit
@@ -63,15 +115,15 @@ def end_of_warmup(END, warmup):
 
 @triton.jit
 def train_rule(
-    SUM, SQUARE, COUNT, FINITE, NEXT, RUNNING, STEP, SKIPPED, WINDOW,
-    BATCH, VALUE, TOTAL, OUTPUT_SCALE, OUTPUT_SHIFT, SAVED_GRAD, SAVED_GAMMA, SMOOTH_GRAD, END,
-    programs, shares, channels, size, eps, rate, warmup, until_r, until_d, bound_r, bound_d, floor,
+    SUM, SQUARE, COUNT, FINITE, NEXT, RUNNING, STEP, SKIPPED, WINDOW, EXCESS, FILTERED, OUTLIER,
+    BATCH, VALUE, TOTAL, SAVED_GRAD, SAVED_GAMMA, SMOOTH_GRAD, END,
+    programs, shares, blocks, channels, size, eps, rate, warmup, floor,
     RULE: tl.constexpr, CENTER: tl.constexpr, UNBIASED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Apply a method's rule to the statistics of a batch.
 
-    Updates RUNNING, STEP, SKIPPED and WINDOW. Writes the statistics to standardize with (VALUE, OUTPUT_SCALE,
-    OUTPUT_SHIFT), those of the batch, usable or not (BATCH), and what the backward needs (SAVED_GRAD, SAVED_GAMMA).
+    Updates RUNNING, STEP, SKIPPED, WINDOW and FILTERED. Writes the statistics to standardize with (VALUE), those of the
+    batch, usable or not (BATCH), and what the backward needs (SAVED_GRAD, SAVED_GAMMA; OUTLIER).
     """
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = channel < channels
@@ -94,6 +146,7 @@ def train_rule(
     tl.store(BATCH + here, batch, mask=real)
     batch = tl.where(ok, batch, running)  # unusable batch: fall back to the running statistics
     value = batch
+    outlier = 0
     if RULE == "batch":
         new = batch
         if UNBIASED:
@@ -105,36 +158,31 @@ def train_rule(
         new = moved(running, batch, tl.where(warm, tl.maximum(1.0 / step.to(tl.float32), floor), rate))
         tl.store(SAVED_GRAD + channel, tl.load(SMOOTH_GRAD + channel, mask=real, other=0.0), mask=real)
         tl.store(SAVED_GAMMA + channel, batch / (value + eps), mask=real)
-    elif RULE == "renorm":
-        sigma, batch_sigma = tl.sqrt(running + eps), tl.sqrt(batch + eps)
-        most = 1.0 + (bound_r - 1.0) * ramp(step, warmup, until_r)
-        tl.store(OUTPUT_SCALE + channel, tl.maximum(tl.minimum(batch_sigma / sigma, most), 1.0 / most), mask=real)
-        most = bound_d * ramp(step, warmup, until_d)
-        shift = (mean - running_mean) / sigma
-        tl.store(OUTPUT_SHIFT + channel, tl.maximum(tl.minimum(shift, most), -most), mask=real)
-        new = moved(sigma, batch_sigma, rate)
-        new = new * new - eps
     else:
-        smooth = window_mean(WINDOW, tl.maximum(batch, floor), step % size, size, ok, channel, real, channels,
-                        RULE == "geometric")  # fmt: skip
         early = (step <= size) | (step < warmup)
+        entry = tl.maximum(batch, floor)
+        smooth = window_mean(WINDOW, entry, step % size, size, channel, real, channels, True)
+        if OUTLIER is not None:
+            outlier = tl.where(early, 0, is_outlier(EXCESS, blocks, size, TILE))
+            early = early | (outlier > 0)
+            entry = tl.where(outlier > 0, tl.maximum(running, floor), entry)
         value = tl.where(early, batch, smooth)
         new = moved(running, value, rate)
-        if OUTPUT_SCALE is not None:
-            output_scale = tl.sqrt((value + eps) / (running + eps))
-            output_scale = tl.minimum(tl.maximum(output_scale, 1.0 / bound_r), bound_r)
-            tl.store(
-                OUTPUT_SCALE + channel, tl.where(step <= tl.maximum(until_r, warmup), 1.0, output_scale), mask=real
-            )
+        tl.debug_barrier()  # threads may share a channel: all must have read before one writes
+        tl.store(WINDOW + (step % size) * channels + channel, entry, mask=real & ok)
     tl.store(VALUE + here, value, mask=real)
-    tl.debug_barrier()  # threads may share a channel: all must have read before one writes
+    tl.debug_barrier()
     tl.store(RUNNING + here, new, mask=real & ok)
     if CENTER:
         tl.store(RUNNING + channel, moved(running_mean, mean, rate), mask=real & ok)
     if tl.program_id(0) == 0:
         tl.store(TOTAL, count)
+        if OUTLIER is not None:
+            tl.store(OUTLIER, outlier.to(tl.uint8))
         if good > 0:
             tl.store(STEP, step)
+            if OUTLIER is not None:
+                tl.store(FILTERED, tl.load(FILTERED) + outlier)
         else:
             tl.store(SKIPPED, tl.load(SKIPPED) + 1)
 
@@ -177,8 +225,8 @@ def measure_drift(
 
 @triton.jit
 def grad_rule(
-    SUMS, FINITE, COUNT, STEP, W, OUTPUT_SCALE, OUTPUT_SHIFT, SAVED_GRAD, SAVED_GAMMA, SKIPPED, WINDOW_GRAD,
-    SMOOTH_GRAD, END, REMOVED, DW, DB,
+    SUMS, FINITE, COUNT, STEP, W, SAVED_GRAD, SAVED_GAMMA, OUTLIER, SKIPPED, WINDOW_GRAD, SMOOTH_GRAD, END,
+    REMOVED, DW, DB,
     programs, shares, channels, size, rate, warmup,
     RULE: tl.constexpr, EXACT: tl.constexpr, CLAMP: tl.constexpr, CENTER: tl.constexpr, REAL: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
@@ -189,18 +237,15 @@ def grad_rule(
     stride = channels * (4 if REAL else 2)
     total = total_of_shares(SUMS, channel, real, programs, stride, TILE, BLOCK)
     dot = total_of_shares(SUMS, channels + channel, real, programs, stride, TILE, BLOCK)
-    output_scale = load_vector(OUTPUT_SCALE, channel, real, 1.0)
-    dw = dot * output_scale + load_vector(OUTPUT_SHIFT, channel, real, 0.0) * total
-    factor = output_scale * load_vector(W, channel, real, 1.0)
     if DW is not None:
-        tl.store(DW + channel, dw.to(DW.dtype.element_ty), mask=real)
+        tl.store(DW + channel, dot.to(DW.dtype.element_ty), mask=real)
     if DB is not None:
         tl.store(DB + channel, total.to(DB.dtype.element_ty), mask=real)
     if REAL:
         total = total_of_shares(SUMS, 2 * channels + channel, real, programs, stride, TILE, BLOCK)
         dot = total_of_shares(SUMS, 3 * channels + channel, real, programs, stride, TILE, BLOCK)
     count = tl.load(COUNT)
-    factor = factor / tl.maximum(count, 1.0)
+    factor = load_vector(W, channel, real, 1.0) / tl.maximum(count, 1.0)
     batch = dot * factor
     value = batch
     if RULE != "exact":
@@ -208,31 +253,32 @@ def grad_rule(
         ok = good + tl.zeros([BLOCK], tl.float32) > 0
         step = tl.load(STEP)
         warmup = end_of_warmup(END, warmup)
-        early = step <= warmup
+        before = tl.load(SMOOTH_GRAD + channel, mask=real, other=0.0)
+        own = (step <= warmup) & EXACT  # the gradient statistics of this batch are removed
         if RULE == "running":
-            before = tl.load(SAVED_GRAD + channel, mask=real, other=0.0)
+            value = tl.load(SAVED_GRAD + channel, mask=real, other=0.0)
             decay = rate * tl.load(SAVED_GAMMA + channel, mask=real, other=0.0)
             if CLAMP:
                 decay = tl.minimum(decay, 1.0)
-            value = before
-            smooth = tl.load(SMOOTH_GRAD + channel, mask=real, other=0.0) - before * decay + rate * batch
+            smooth = before - value * decay + rate * batch
         else:
             early = (step <= size) | (step < warmup)
-            value = window_mean(WINDOW_GRAD, batch, 0, size, ok & False, channel, real, channels, False)
+            own = early & EXACT
+            entry = batch
+            if OUTLIER is not None:
+                outlier = tl.load(OUTLIER) > 0
+                early, own = early | outlier, own | outlier
+                entry = tl.where(outlier, before, entry)
+            value = window_mean(WINDOW_GRAD, entry, 0, size, channel, real, channels, False)
             for row in range(1, size):  # the oldest row is the first, and gives way
                 later = tl.load(WINDOW_GRAD + row * channels + channel, mask=real, other=0.0)
                 tl.store(WINDOW_GRAD + (row - 1) * channels + channel, later, mask=real & ok)
-            tl.store(WINDOW_GRAD + (size - 1) * channels + channel, batch, mask=real & ok)
-            value = tl.where(early, batch, value)
-            smooth = value
-            if SMOOTH_GRAD is not None:
-                smooth = moved(tl.load(SMOOTH_GRAD + channel, mask=real, other=0.0), value, rate)
-                value = smooth
-        if SMOOTH_GRAD is not None:
-            tl.debug_barrier()
-            tl.store(SMOOTH_GRAD + channel, smooth, mask=real & ok)
-        if EXACT:
-            value = tl.where(early, batch, value)
+            tl.store(WINDOW_GRAD + (size - 1) * channels + channel, entry, mask=real & ok)
+            smooth = moved(before, tl.where(early, batch, value), rate)
+            value = smooth
+        tl.debug_barrier()  # threads may share a channel: all must have read before one writes
+        tl.store(SMOOTH_GRAD + channel, smooth, mask=real & ok)
+        value = tl.where(own, batch, value)
         if (tl.program_id(0) == 0) & (good == 0):
             tl.store(SKIPPED, tl.load(SKIPPED) + 1)
     if REMOVED is not None:

@@ -1,23 +1,24 @@
-// Arguments of a training step, for both of its passes. `step.cpp` fills them, the kernels of `rules.h` read them.
-// Activations (`void*`) are [n, channels], contiguous, of one type; vectors are [channels]; no address where not given.
+// Arguments of a training step, for both of its passes. `cpu/library.cpp` fills them, the kernels of `cpu/rules.h` and
+// `triton/launches.h` read them. Activations (`void*`) are [n, channels], contiguous, of one type; vectors are
+// [channels]; no address where not given.
 
 #pragma once
 
 #include <cstdint>
 
-enum class Forward : std::int64_t { BATCH, RUNNING, GEOMETRIC, ARITHMETIC, RENORM };
+enum class Forward : std::int64_t { BATCH, RUNNING, GEOMETRIC };
 enum class Backward : std::int64_t { EXACT, RUNNING, WINDOWED };
 
-struct Options {  // of the norm, and the fields of its KernelRule (kernel_rule.py)
+struct Options {  // of the norm, and the fields of its KernelRule (rule.py)
     Forward forward;
     Backward backward;
     bool known_in_advance;
-    std::int64_t warmup, until_r, until_d;
+    std::int64_t warmup;
     bool unbiased, exact_early, clamp;
     int center;
     std::int64_t groups;  // of layer-scale; 0 for none
     bool real;            // gradient statistics sum over real rows, not over all
-    float eps, rate, rate_grad, bound_r, bound_d, floor;
+    float eps, rate, rate_grad, floor;
 };
 
 struct State {       // buffers of the norm, updated
@@ -26,7 +27,8 @@ struct State {       // buffers of the norm, updated
     float *window, *window_grad;  // [slots, channels]
     std::int64_t slots, slots_grad;
     float* smooth_grad;
-    float *averages, *lag;  // of an automatic warm-up: [3, channels] and a number
+    std::int64_t* filtered;  // counts outliers; not given if they are not filtered
+    float *averages, *lag;   // of an automatic warm-up: [3, channels] and a number
     std::int64_t* warmup_end;
     const std::int64_t* end;  // of the warm-up, if not `warmup`; 0 until it is known
 };
@@ -35,7 +37,8 @@ struct Decisions {         // of the forward pass: fields of StepStatistics
     float *batch, *value;  // [1 + center, channels]
     float* count;
     std::int64_t* step;
-    float *output_scale, *output_shift, *saved_grad, *saved_gamma;
+    float *saved_grad, *saved_gamma;
+    bool* outlier;
 };
 
 struct TrainingStep {

@@ -12,21 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from normkit.kernels.kernel_rule import FAST, LARGEST_LAG, NOTICE, SLOW, UNSEEN, KernelRule
-from normkit.kernels.triton import column_kernels as columns
-from normkit.kernels.triton import rule_kernels as rules
+from normkit.kernels.rule import FAST, LARGEST_LAG, NOTICE, SLOW, UNSEEN, KernelRule, Rule
+from normkit.kernels.triton import columns, rules
 from normkit.kernels.triton.launch import cdiv, column_launch, power_of_2, sum_grid, sum_launch
 
 ACTIVATIONS = {"X", "Y", "DY", "DX"}
 PARAMETERS = {"W", "B", "FACTOR", "DW", "DB"}
 ADDRESSES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 TYPES = {  # by name; activations and parameters have those of the model, other addresses are of float32
-    **dict.fromkeys(("STEP", "NEXT", "SKIPPED", "END"), "*i64"), "MASK": "*u8",
-    **dict.fromkeys(("warmup", "until_r", "until_d"), "i64"),
-    **dict.fromkeys(("rows", "channels", "x_stride", "dy_stride", "programs", "shares", "size"), "i32"),
-    **dict.fromkeys(("eps", "rate", "bound_r", "bound_d", "floor"), "fp32"),
+    **dict.fromkeys(("STEP", "NEXT", "SKIPPED", "FILTERED", "END"), "*i64"), "MASK": "*u8", "OUTLIER": "*u8",
+    "warmup": "i64", **dict.fromkeys(("eps", "rate", "floor"), "fp32"),
+    **dict.fromkeys(("rows", "channels", "x_stride", "dy_stride", "programs", "shares", "blocks", "size"), "i32"),
 }  # fmt: skip
-CONSTANTS = {"arithmetic": {"OUTPUT_SCALE"}, "renorm": {"OUTPUT_SCALE", "OUTPUT_SHIFT"}}  # of rules
 
 
 class Form(NamedTuple):
@@ -48,7 +45,7 @@ class Form(NamedTuple):
     device: int | None
 
 
-def plan(norm: Any, rule: KernelRule, x: Tensor, mask: Tensor | None, known: bool) -> list[int]:
+def plan(norm: Rule, rule: KernelRule, x: Tensor, mask: Tensor | None, known: bool) -> list[int]:
     """Return the plan of a step: the fields of `Plan` in `launches.h`."""
     device = x.device.index
     tile, sum_tile, *grids = _grids(x.numel() // x.shape[-1], x.shape[-1])
@@ -56,12 +53,13 @@ def plan(norm: Any, rule: KernelRule, x: Tensor, mask: Tensor | None, known: boo
     return [*driver(device), stream, *grids, *kernels(form(norm, rule, x, mask, known, tile, sum_tile))]
 
 
-def form(norm: Any, rule: KernelRule, x: Tensor, mask: Tensor | None, known: bool, tile: int, sum_tile: int) -> Form:
+def form(norm: Rule, rule: KernelRule, x: Tensor, mask: Tensor | None, known: bool, tile: int, sum_tile: int) -> Form:
     """Return what the kernels of a step depend on."""
     weight, real = norm.weight, mask is not None and norm.pad_grad == "real"
     tensors = {
         "W": weight, "B": norm.bias, "MASK": mask, "WINDOW": rule.window, "WINDOW_GRAD": rule.window_grad,
-        "SMOOTH_GRAD": rule.smooth_grad, "END": rule.warmup if isinstance(rule.warmup, Tensor) else None,
+        "SMOOTH_GRAD": rule.smooth_grad, "FILTERED": rule.filtered,
+        "END": rule.warmup if isinstance(rule.warmup, Tensor) else None,
         "AVERAGES": rule.drift[0] if rule.drift else None,
     }  # fmt: skip
     return Form(
@@ -100,14 +98,14 @@ def kernels(form: Form) -> tuple[int, ...]:
     Zeros stand for a kernel that is not launched.
     """
     given, center, known, absent = form.given, form.center, form.known, (0, 0, 0)
-    constants = CONSTANTS.get(form.forward, set())
     mean, sum_ = ({"MEAN"}, {"SUM"}) if center else (set(), set())
     weight = {"FACTOR"} if "W" in given else set()
     mask, affine, end = given & {"MASK"}, given & {"W", "B"}, given & {"END"}
     saved = {"SAVED_GRAD", "SAVED_GAMMA"} if form.forward == "running" else set()
     finite = set() if form.backward == "exact" else {"FINITE"}
+    outlier, excess = ({"OUTLIER"}, {"EXCESS", "FILTERED"}) if "FILTERED" in given else (set(), set())
     shares = {"SQUARE", "COUNT", "FINITE", "NEXT"} | sum_
-    factors = {"DY", "X", "VAR"} | mask | mean | weight | constants & {"OUTPUT_SCALE"}
+    factors = {"DY", "X", "VAR"} | mask | mean | weight
     down = {**column_launch(1, form.channels).meta, "TILE": form.tile, "CENTER": center}
     across = {**sum_launch(1, form.channels), "TILE": form.sum_tile, "CENTER": center}
 
@@ -119,9 +117,10 @@ def kernels(form: Form) -> tuple[int, ...]:
             columns.column_forward,
             {"X", "STEP"} | shares | mask | ({"Y", "VAR"} | mean | affine if known else set()), **down,
         ),
+        *(made(rules.window_excess, {"RUNNING", "WINDOW", "EXCESS"} | shares, **across) if outlier else absent),
         *made(
             rules.train_rule,
-            {"RUNNING", "STEP", "SKIPPED", "BATCH", "VALUE", "TOTAL"} | shares | constants | saved | end
+            {"RUNNING", "STEP", "SKIPPED", "BATCH", "VALUE", "TOTAL"} | shares | saved | end | outlier | excess
             | given & {"WINDOW", "SMOOTH_GRAD"},
             **across, RULE=form.forward, UNBIASED=form.unbiased,
         ),
@@ -129,14 +128,14 @@ def kernels(form: Form) -> tuple[int, ...]:
             rules.measure_drift, {"BATCH", "STEP", "NEXT", "AVERAGES", "LAG", "END"}, FAST=FAST, SLOW=SLOW,
             LARGEST=LARGEST_LAG, UNSEEN=UNSEEN, NOTICE=NOTICE, BLOCK=min(power_of_2(form.channels), 1024), num_warps=4,
         ) if "AVERAGES" in given else absent),
-        *made(columns.column_forward, {"X", "Y", "VAR"} | mean | affine | constants, **down),
+        *made(columns.column_forward, {"X", "Y", "VAR"} | mean | affine, **down),
         *made(
             columns.column_backward, {"SUMS"} | factors | finite | ({"DX", "REMOVED"} if known else set()),
             **down, REAL=form.real,
         ),
         *made(
             rules.grad_rule,
-            {"SUMS", "COUNT", "STEP", "SKIPPED"} | finite | constants | saved | end | (set() if known else {"REMOVED"})
+            {"SUMS", "COUNT", "STEP", "SKIPPED"} | finite | saved | end | outlier | (set() if known else {"REMOVED"})
             | given & {"W", "WINDOW_GRAD", "SMOOTH_GRAD"} | {f"D{name}" for name in affine},
             **across, REAL=form.real, RULE=form.backward, EXACT=form.exact_early, CLAMP=form.clamp,
         ),

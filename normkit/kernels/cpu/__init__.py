@@ -1,1 +1,0 @@
-"""C++ kernels for eager arithmetic on a CPU, compiled on first use."""

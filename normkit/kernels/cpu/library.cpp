@@ -1,0 +1,358 @@
+// PyTorch's operations of the C++ kernels, `torch.ops.normkit`, and the training step of a norm with batch statistics as
+// one function of autograd, without Python in either direction: `Standardize` (reference.py) with the kernels here or in
+// Triton (triton/). The first ones compute on a CPU in float32 or bfloat16, without gradients of their own.
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "../step.h"
+#include "../triton/launches.h"
+#include "columns.h"
+#include "rows.h"
+#include "rules.h"
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using Optional = std::optional<Tensor>;
+
+namespace {
+
+// -- operations -------------------------------------------------------------------------------------------------------
+
+// `body(T{})` for the type of numbers in x.
+template <class Body>
+void by_type(const Tensor& x, Body body) {
+    TORCH_CHECK(x.is_cpu() && (x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16), "x is ",
+                x.scalar_type(), " on ", x.device(), "; C++ kernels take float32 and bfloat16 on a CPU");
+    x.scalar_type() == at::kFloat ? body(float{}) : body(bf16{});
+}
+
+// A vector of float32, one number for each channel of x; undefined if it is not given.
+Tensor vector(const Tensor& x, const Optional& given, const char* name) {
+    if (!given) return {};
+    TORCH_CHECK(given->device() == x.device(), name, " is on ", given->device(), "; it must be on ", x.device());
+    return given->detach().to(at::kFloat).expand({x.size(-1)}).contiguous();
+}
+
+Tensor rows_of(const Tensor& mask, int64_t n) {
+    TORCH_CHECK_VALUE(mask.scalar_type() == at::kBool && mask.numel() == n, "mask has shape ", mask.sizes(),
+                      "; it must be boolean, one value for each of ", n, " rows");
+    return mask.contiguous();
+}
+
+const float* read(const Tensor& vector) { return vector.defined() ? vector.const_data_ptr<float>() : nullptr; }
+
+Tensor floats(const Tensor& x, at::IntArrayRef shape) { return at::empty(shape, x.options().dtype(at::kFloat)); }
+
+std::tuple<Tensor, Tensor> moments(const Tensor& input, const Optional& mask, bool center, int64_t groups, double eps) {
+    const Tensor x = input.contiguous();
+    const int64_t channels = x.size(-1), n = x.numel() / channels;
+    const Tensor stat = floats(x, {1 + center, channels}), count = floats(x, {});
+    const Tensor real = mask ? rows_of(*mask, n) : Tensor();
+    const ColumnForward pass{.x = x.const_data_ptr(), .mask = mask ? real.const_data_ptr<bool>() : nullptr,
+                             .stat = stat.mutable_data_ptr<float>(), .count = count.mutable_data_ptr<float>(), .n = n,
+                             .channels = channels, .groups = groups, .eps = float(eps), .center = center};
+    by_type(x, [&](auto of) { column_forward<decltype(of)>(pass, at::get_num_threads()); });
+    return {stat, count};
+}
+
+Tensor scale_shift(const Tensor& input, const Tensor& scale, const Tensor& shift, int64_t groups, double eps) {
+    const Tensor x = input.contiguous(), y = at::empty_like(x);
+    const Tensor factor = vector(x, scale, "scale"), constant = vector(x, shift, "shift");
+    const ColumnForward pass{.x = x.const_data_ptr(), .y = y.mutable_data_ptr(), .scale = read(factor),
+                             .shift = read(constant), .n = x.numel() / x.size(-1), .channels = x.size(-1),
+                             .groups = groups, .eps = float(eps)};
+    by_type(x, [&](auto of) { column_forward<decltype(of)>(pass, at::get_num_threads()); });
+    return y;
+}
+
+// Sums of dy and of dy (u - mean) over rows, as `column_backward` has them: [2, C]; [4, C] with `real`.
+Tensor gradient_sums(const Tensor& given_dy, const Tensor& input, const Optional& mean, const Optional& mask, bool real,
+                     int64_t groups, double eps) {
+    const Tensor x = input.contiguous(), dy = given_dy.contiguous(), middle = vector(x, mean, "mean");
+    const int64_t channels = x.size(-1), n = x.numel() / channels;
+    const Tensor sums = floats(x, {real ? 4 : 2, channels}), rows = mask ? rows_of(*mask, n) : Tensor();
+    const ColumnBackward pass{.dy = dy.const_data_ptr(), .x = x.const_data_ptr(),
+                              .mask = mask ? rows.const_data_ptr<bool>() : nullptr, .mean = read(middle),
+                              .sums = sums.mutable_data_ptr<float>(), .n = n, .channels = channels, .groups = groups,
+                              .eps = float(eps), .real = real};
+    by_type(x, [&](auto of) { column_backward<decltype(of)>(pass, at::get_num_threads()); });
+    return sums;
+}
+
+// dx for coefficients `[3, C]` of dy, of u - mean, and the constant: see `column_backward`.
+Tensor gradient(const Tensor& given_dy, const Tensor& input, const Optional& mean, const Tensor& coefficients,
+                const Optional& mask, int64_t groups, double eps) {
+    const Tensor x = input.contiguous(), dy = given_dy.contiguous(), middle = vector(x, mean, "mean");
+    const int64_t channels = x.size(-1), n = x.numel() / channels;
+    const Tensor dx = at::empty_like(x), rows = mask ? rows_of(*mask, n) : Tensor();
+    const float* vectors = coefficients.const_data_ptr<float>();
+    const ColumnBackward pass{.dy = dy.const_data_ptr(), .x = x.const_data_ptr(),
+                              .mask = mask ? rows.const_data_ptr<bool>() : nullptr, .dx = dx.mutable_data_ptr(),
+                              .mean = read(middle), .dy_coefficient = vectors, .x_coefficient = vectors + channels,
+                              .constant = vectors + 2 * channels, .n = n, .channels = channels, .groups = groups,
+                              .eps = float(eps)};
+    by_type(x, [&](auto of) { column_backward<decltype(of)>(pass, at::get_num_threads()); });
+    return dx;
+}
+
+Tensor row_norm(const Tensor& input, const Optional& weight, const Optional& bias, double eps, bool length,
+                bool center) {
+    const Tensor x = input.contiguous(), y = at::empty_like(x);
+    const Tensor w = vector(x, weight, "weight"), b = vector(x, bias, "bias");
+    const RowForward pass{.x = x.const_data_ptr(), .y = y.mutable_data_ptr(), .weight = read(w), .bias = read(b),
+                          .n = x.numel() / x.size(-1), .channels = x.size(-1), .eps = float(eps), .length = length,
+                          .center = center};
+    by_type(x, [&](auto of) { row_forward<decltype(of)>(pass, at::get_num_threads()); });
+    return y;
+}
+
+// dx, and with `wanted` the sums `[2, C]` of dy and of dy * z.
+std::tuple<Tensor, Tensor> row_norm_grad(const Tensor& given_dy, const Tensor& input, const Optional& weight, double eps,
+                                         bool length, bool center, bool wanted) {
+    const Tensor x = input.contiguous(), dy = given_dy.contiguous(), dx = at::empty_like(x);
+    const int64_t channels = x.size(-1);
+    const Tensor w = vector(x, weight, "weight"), sums = wanted ? floats(x, {2, channels}) : Tensor();
+    const RowBackward pass{.dy = dy.const_data_ptr(), .x = x.const_data_ptr(), .dx = dx.mutable_data_ptr(),
+                           .weight = read(w), .sums = wanted ? sums.mutable_data_ptr<float>() : nullptr,
+                           .n = x.numel() / channels, .channels = channels, .eps = float(eps), .length = length,
+                           .center = center};
+    by_type(x, [&](auto of) { row_backward<decltype(of)>(pass, at::get_num_threads()); });
+    return {dx, sums};
+}
+
+// -- a training step --------------------------------------------------------------------------------------------------
+
+// Lists of tensors, in the order of native.py.
+enum Buffer {
+    RUNNING, STEP, SKIPPED, SKIPPED_GRAD, WINDOW, WINDOW_GRAD, SMOOTH_GRAD, FILTERED, AVERAGES, LAG, WARMUP_END, END
+};
+enum Decision { BATCH, VALUE, COUNT, NEXT_STEP, SAVED_GRAD, SAVED_GAMMA, OUTLIER, DECISIONS };
+
+// Lists of numbers, in the order of native.py.
+Options options_of(at::IntArrayRef numbers, at::ArrayRef<double> factors) {
+    TORCH_CHECK(numbers.size() == 10 && factors.size() == 4, "native.py and library.cpp differ in their lists");
+    return {
+        .forward = Forward(numbers[0]), .backward = Backward(numbers[1]), .known_in_advance = bool(numbers[2]),
+        .warmup = numbers[3], .unbiased = bool(numbers[4]), .exact_early = bool(numbers[5]),
+        .clamp = bool(numbers[6]), .center = int(numbers[7]), .groups = numbers[8], .real = bool(numbers[9]),
+        .eps = float(factors[0]), .rate = float(factors[1]), .rate_grad = float(factors[2]), .floor = float(factors[3]),
+    };
+}
+
+// What kernels read or write of tensors, which may be missing.
+struct Addresses {
+    at::Device device;
+    bool in_cpp;  // plans of launches know the types of their parameters
+
+    template <class T = float>
+    T* operator()(const Tensor& tensor, const char* name) const {
+        constexpr at::ScalarType kind = c10::CppTypeToScalarType<T>::value;
+        if (!tensor.defined()) return nullptr;
+        TORCH_CHECK(tensor.scalar_type() == kind && tensor.is_contiguous() && tensor.device() == device, name, " is ",
+                    tensor.scalar_type(), " on ", tensor.device(), "; it must be ", kind, ", contiguous, on ", device);
+        return static_cast<T*>(tensor.data_ptr());
+    }
+    const float* parameter(const Tensor& tensor, const char* name) const {
+        if (!tensor.defined() || in_cpp) return operator()(tensor, name);
+        TORCH_CHECK(tensor.device() == device, name, " is on ", tensor.device(), "; it must be on ", device);
+        return static_cast<const float*>(tensor.data_ptr());
+    }
+    int64_t* counter(const Tensor& tensor, const char* name) const { return operator()<int64_t>(tensor, name); }
+};
+
+State addresses_of_state(const Addresses& address, const variable_list& state) {
+    const auto slots = [](const Tensor& window) { return window.defined() ? window.size(0) : 0; };
+    return {
+        .running = address(state[RUNNING], "running"), .step = address.counter(state[STEP], "step"),
+        .skipped = address.counter(state[SKIPPED], "skipped"),
+        .skipped_grad = address.counter(state[SKIPPED_GRAD], "skipped_grad"),
+        .window = address(state[WINDOW], "window"), .window_grad = address(state[WINDOW_GRAD], "window_grad"),
+        .slots = slots(state[WINDOW]), .slots_grad = slots(state[WINDOW_GRAD]),
+        .smooth_grad = address(state[SMOOTH_GRAD], "smooth_grad"),
+        .filtered = address.counter(state[FILTERED], "filtered"), .averages = address(state[AVERAGES], "averages"),
+        .lag = address(state[LAG], "lag"), .warmup_end = address.counter(state[WARMUP_END], "warmup_end"),
+        .end = address.counter(state[END], "warmup_end"),
+    };
+}
+
+Decisions addresses_of_decisions(const Addresses& address, const variable_list& made) {
+    return {
+        .batch = address(made[BATCH], "batch"), .value = address(made[VALUE], "value"),
+        .count = address(made[COUNT], "count"), .step = address.counter(made[NEXT_STEP], "step"),
+        .saved_grad = address(made[SAVED_GRAD], "saved_grad"), .saved_gamma = address(made[SAVED_GAMMA], "saved_gamma"),
+        .outlier = address.operator()<bool>(made[OUTLIER], "outlier"),
+    };
+}
+
+// Memory for the decisions of a forward pass.
+variable_list new_decisions(const Tensor& x, const Options& options, bool filters) {
+    const int64_t channels = x.size(-1);
+    const auto floats = x.options().dtype(at::kFloat);
+    variable_list made(DECISIONS);
+    for (int i : {BATCH, VALUE}) made[i] = at::empty({1 + options.center, channels}, floats);
+    made[COUNT] = at::empty({}, floats);
+    made[NEXT_STEP] = at::empty({}, x.options().dtype(at::kLong));
+    if (options.forward == Forward::RUNNING)
+        for (int i : {SAVED_GRAD, SAVED_GAMMA}) made[i] = at::empty({1, channels}, floats);
+    if (filters) made[OUTLIER] = at::empty({}, x.options().dtype(at::kBool));
+    return made;
+}
+
+// Record for autograd that kernels wrote to these buffers.
+void mark_written(const variable_list& state, std::initializer_list<Buffer> buffers) {
+    for (Buffer i : buffers)
+        if (state[i].defined()) state[i].unsafeGetTensorImpl()->bump_version();
+}
+
+// What has no gradient. Buffers are not saved as variables: other steps write to them before the backward pass.
+struct Given : torch::CustomClassHolder {
+    Options options;
+    bool has_bias;
+    Tensor mask;
+    variable_list state;
+    std::vector<int64_t> plan;  // of launches on a GPU; empty for the kernels in C++
+
+    Given(const Options& options, bool has_bias, const Tensor& mask, const variable_list& state,
+          at::IntArrayRef plan)
+        : options(options), has_bias(has_bias), mask(mask), state(state), plan(plan.vec()) {}
+
+    bool in_cpp() const { return plan.empty(); }
+    Addresses addresses(const Tensor& x) const { return {x.device(), in_cpp()}; }
+    // A parameter as the kernels read it: those in C++ as float32.
+    Tensor parameter(const Tensor& given, const char* name, const Tensor& x) const {
+        return in_cpp() && given.defined() ? vector(x, given, name) : given;
+    }
+    Tensor plain(const Tensor& input) const {  // contiguous and, as Triton's kernels take for granted, aligned
+        const Tensor x = input.resolve_neg().contiguous();
+        const bool any_address = in_cpp() || !x.has_storage();
+        return any_address || reinterpret_cast<std::uintptr_t>(x.data_ptr()) % 16 == 0 ? x : x.clone();
+    }
+    void run(const TrainingStep& step, bool backward, const Tensor& x) const {
+        if (!in_cpp()) {
+            (backward ? differentiate_on_gpu : train_on_gpu)(step, plan_of(plan), x.options());
+        } else {
+            by_type(x, [&](auto of) {
+                (backward ? differentiate<decltype(of)> : train<decltype(of)>)(step, at::get_num_threads());
+            });
+        }
+    }
+};
+
+TrainingStep common_arguments(const Tensor& x, const Tensor& mask, const Tensor& weight, const Given& given,
+                              const variable_list& decisions) {
+    const Addresses address = given.addresses(x);
+    return {
+        .x = x.data_ptr(), .mask = address.operator()<bool>(mask, "mask"), .weight = address.parameter(weight, "weight"),
+        .n = x.numel() / x.size(-1), .channels = x.size(-1), .options = given.options,
+        .state = addresses_of_state(address, given.state), .decisions = addresses_of_decisions(address, decisions),
+    };
+}
+
+struct Step : torch::autograd::Function<Step> {
+    static Tensor forward(AutogradContext* context, const Tensor& input, const Optional& given_weight,
+                          const Optional& given_bias, const c10::intrusive_ptr<Given>& given,
+                          variable_list& decisions) {
+        const Tensor x = given->plain(input), y = at::empty_like(x);
+        const Tensor weight = given->parameter(given_weight.value_or(Tensor()), "weight", x);
+        const Tensor bias = given->parameter(given_bias.value_or(Tensor()), "bias", x);
+        const bool decided = !decisions.empty();
+        if (!decided) decisions = new_decisions(x, given->options, given->state[FILTERED].defined());
+        TrainingStep step = common_arguments(x, given->mask, weight, *given, decisions);
+        step.bias = given->addresses(x).parameter(bias, "bias");
+        step.decided = decided;
+        step.y = y.data_ptr();
+        given->run(step, false, x);
+        if (!decided) mark_written(given->state, {RUNNING, STEP, SKIPPED, WINDOW, FILTERED, AVERAGES, LAG, WARMUP_END});
+        variable_list saved = decisions;
+        saved[BATCH] = Tensor();  // unused in the backward pass
+        saved.insert(saved.end(), {input, given_weight.value_or(Tensor()), given->mask});
+        context->save_for_backward(saved);
+        context->saved_data["given"] = at::IValue::make_capsule(given);
+        return y;
+    }
+
+    static variable_list backward(AutogradContext* context, variable_list gradients) {
+        TORCH_CHECK(!at::GradMode::is_enabled(),
+                    "norms with batch statistics cannot be differentiated twice (create_graph=True) while training; "
+                    "put them into evaluation mode, or take a per-token norm");
+        const auto given = c10::static_intrusive_pointer_cast<Given>(context->saved_data["given"].toCapsule());
+        const variable_list saved = context->get_saved_variables();
+        const Tensor x = given->plain(saved[DECISIONS]), mask = saved[DECISIONS + 2];
+        const Tensor weight = given->parameter(saved[DECISIONS + 1], "weight", x);
+        const Tensor dy = given->plain(gradients[0]), dx = at::empty_like(x);
+        TORCH_CHECK(dy.has_storage(), "these kernels take no gradients under vmap; take one after the other, or, for a "
+                    "norm with the exact gradient, use `with normkit.kernels(\"reference\")`");
+        TORCH_CHECK(dy.scalar_type() == x.scalar_type(), "the gradient is ", dy.scalar_type(), ", x ", x.scalar_type());
+        const auto kind = weight.defined() ? weight.scalar_type() : at::kFloat;  // float32 for C++
+        const auto gradient = [&](bool wanted) {  // the kernels in C++ compute both
+            return wanted || given->in_cpp() ? at::empty({x.size(-1)}, x.options().dtype(kind)) : Tensor();
+        };
+        const Tensor dweight = gradient(weight.defined()), dbias = gradient(given->has_bias);
+        TrainingStep step = common_arguments(x, mask, weight, *given, saved);
+        step.options.real &= mask.defined();
+        step.dy = dy.data_ptr();
+        step.dx = dx.data_ptr();
+        step.dweight = const_cast<float*>(given->addresses(x).parameter(dweight, "dweight"));
+        step.dbias = const_cast<float*>(given->addresses(x).parameter(dbias, "dbias"));
+        given->run(step, true, x);
+        mark_written(given->state, {SKIPPED_GRAD, WINDOW_GRAD, SMOOTH_GRAD});
+        // of x, weight, bias, given, decisions
+        const auto cast = [&](const Tensor& sum) { return sum.to(saved[DECISIONS + 1].scalar_type()); };
+        return {dx, weight.defined() ? cast(dweight) : weight, given->has_bias ? cast(dbias) : Tensor(), Tensor(),
+                Tensor()};
+    }
+};
+
+variable_list defined(const c10::List<Optional>& tensors) {
+    variable_list found;
+    for (const Optional& each : tensors) found.push_back(each.value_or(Tensor()));
+    return found;
+}
+
+std::tuple<Tensor, c10::List<Optional>> step(const Tensor& x, const Optional& weight, const Optional& bias,
+                                             const Optional& mask, const c10::List<Optional>& state,
+                                             const c10::List<Optional>& decisions, at::IntArrayRef numbers,
+                                             at::ArrayRef<double> factors, at::IntArrayRef plan) {
+    variable_list made = defined(decisions);
+    const Tensor rows = mask ? mask->contiguous() : Tensor();
+    const auto given =
+        c10::make_intrusive<Given>(options_of(numbers, factors), bias.has_value(), rows, defined(state), plan);
+    const Tensor y = Step::apply(x, weight, bias, given, made);
+    c10::List<Optional> found;
+    for (const Tensor& each : made) found.push_back(each.defined() ? Optional(each) : std::nullopt);
+    return {y, found};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(normkit, library) {
+    library.def("moments(Tensor x, Tensor? mask, bool center, int groups, float eps) -> (Tensor, Tensor)");
+    library.def("scale_shift(Tensor x, Tensor scale, Tensor shift, int groups, float eps) -> Tensor");
+    library.def(
+        "gradient_sums(Tensor dy, Tensor x, Tensor? mean, Tensor? mask, bool real, int groups, float eps) -> Tensor");
+    library.def(
+        "gradient(Tensor dy, Tensor x, Tensor? mean, Tensor coefficients, Tensor? mask, int groups, float eps)"
+        " -> Tensor");
+    library.def("row_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, bool length, bool center) -> Tensor");
+    library.def(
+        "row_norm_grad(Tensor dy, Tensor x, Tensor? weight, float eps, bool length, bool center, bool sums)"
+        " -> (Tensor, Tensor)");
+    library.def(
+        "step(Tensor x, Tensor? weight, Tensor? bias, Tensor? mask, Tensor?[] state, Tensor?[] decisions, "
+        "int[] numbers, float[] factors, int[] plan) -> (Tensor, Tensor?[])");
+    library.impl("step", c10::DispatchKey::CompositeImplicitAutograd, TORCH_FN(step));
+}
+
+TORCH_LIBRARY_IMPL(normkit, CompositeExplicitAutograd, library) {  // not CPU: errors name what is on another device
+    library.impl("moments", TORCH_FN(moments));
+    library.impl("scale_shift", TORCH_FN(scale_shift));
+    library.impl("gradient_sums", TORCH_FN(gradient_sums));
+    library.impl("gradient", TORCH_FN(gradient));
+    library.impl("row_norm", TORCH_FN(row_norm));
+    library.impl("row_norm_grad", TORCH_FN(row_norm_grad));
+}

@@ -1,0 +1,157 @@
+"""The kernels in C++, `cpu/library.cpp`: tensors of float32 or bfloat16 on a CPU, vectors `[C]` of float32.
+
+`step` is a whole training step in one call, whose kernels run on a CPU or, launched from C++, on a GPU.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normkit.kernels import build, reference
+from normkit.kernels.records import StepStatistics
+from normkit.kernels.rule import NEVER, KernelRule, Rule, State
+
+DTYPES = (torch.float32, torch.bfloat16)
+PARAMETERS = (torch.float32, torch.bfloat16, torch.float16)  # types of weight and bias
+FORWARD = ("batch", "running", "geometric")  # in the order of step.h
+BACKWARD = ("exact", "running", "windowed")
+library: Any = torch.ops.normkit  # has these operations once `build.is_loaded()`
+
+
+def moments(
+    x: Tensor, mask: Tensor | None = None, center: bool = False, dtype: torch.dtype | None = None, groups: int = 0,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `reference.moments`, of `x` after layer-scale."""
+    return library.moments(x, mask, center, groups, eps)
+
+
+def scale_shift(x: Tensor, scale: Tensor, shift: Tensor, groups: int = 0, eps: float = 0.0) -> Tensor:
+    """As `reference.scale_shift`, of `x` after layer-scale."""
+    return library.scale_shift(x, scale, shift, groups, eps)
+
+
+def gradient_sums(
+    dy: Tensor, x: Tensor, mean: Tensor | None, mask: Tensor | None = None, real: bool = False,
+    dtype: torch.dtype | None = None, groups: int = 0, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """As `reference.gradient_sums`, of `x` after layer-scale."""
+    if not torch._C._has_storage(dy):  # vmap passes gradients without memory
+        return reference.gradient_sums(dy, _layer_scaled(x, groups, eps), mean, mask, real, dtype)
+    return library.gradient_sums(dy.to(x.dtype), x, mean, mask, real and mask is not None, groups, eps)
+
+
+def gradient(
+    dy: Tensor, x: Tensor, mean: Tensor | None, coefficients: Tensor, mask: Tensor | None = None, groups: int = 0,
+    eps: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """As `reference.gradient`, through layer-scale."""
+    if not torch._C._has_storage(dy) and not groups:
+        return reference.gradient(dy, x, mean, coefficients, mask)
+    return library.gradient(dy.to(x.dtype), x, mean, coefficients, mask, groups, eps)
+
+
+def _layer_scaled(x: Tensor, groups: int, eps: float) -> Tensor:
+    return reference.rms(x.unflatten(-1, (groups, -1)), None, None, eps).flatten(-2) if groups else x
+
+
+# -- per token --------------------------------------------------------------------------------------------------------
+
+
+class RowNorm(torch.autograd.Function):
+    """Divide each row by its root mean square or its `length`; with `center`, without its mean.
+
+    Differentiated twice, it uses plain operations.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps, length, center):  # noqa: D102
+        ctx.save_for_backward(x, weight, bias)  # not a copy, which has no graph to differentiate twice
+        ctx.eps, ctx.length, ctx.center = eps, length, center
+        return library.row_norm(x, weight, bias, eps, length, center)
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
+        x, weight, bias = ctx.saved_tensors
+        if torch.is_grad_enabled() or not torch._C._has_storage(dy):
+            op = reference.scale if ctx.length else reference.layer if ctx.center else reference.rms
+            with torch.enable_grad():
+                grads = reference.differentiable_grad(lambda x, w, b: op(x, w, b, ctx.eps), dy, x, weight, bias)
+            return *grads, None, None, None
+        wanted = any(ctx.needs_input_grad[1:3])
+        dx, sums = library.row_norm_grad(dy, x, weight, ctx.eps, ctx.length, ctx.center, wanted)
+        dweight = None if weight is None or not wanted else sums[1].sum_to_size(weight.shape).to(weight.dtype)
+        return dx, dweight, None if bias is None or not wanted else sums[0].to(bias.dtype), None, None, None
+
+
+def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """As `reference.layer`."""
+    return RowNorm.apply(x, weight, bias, eps, False, True)  # type: ignore[return-value]
+
+
+def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """As `reference.rms`."""
+    return RowNorm.apply(x, weight, bias, eps, False, False)  # type: ignore[return-value]
+
+
+def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """As `reference.scale`."""
+    return RowNorm.apply(x, weight, bias, eps, True, False)  # type: ignore[return-value]
+
+
+# -- a training step --------------------------------------------------------------------------------------------------
+
+
+def can_step(x: Tensor, rule: Rule) -> bool:
+    """True if `step` reads the norm's parameters and, on a GPU, can launch kernels on `x`."""
+    kind = torch.float32 if rule.weight is None else rule.weight.dtype
+    plain = all(
+        p is None
+        or (type(p) in (Tensor, nn.Parameter) and p.dtype is kind and p.shape == x.shape[-1:] and p.is_contiguous())
+        for p in (rule.weight, rule.bias)
+    )
+    fits = x.is_cpu or (not torch.version.hip and x.numel() // x.shape[-1] < 2**31)
+    return plain and fits and kind in PARAMETERS and build.is_loaded()
+
+
+def step(
+    x: Tensor, mask: Tensor | None, rule: Rule, state: State, kernel_rule: KernelRule, known: bool, plan: Any,
+    groups: int = 0, found: StepStatistics | None = None,
+) -> tuple[Tensor, StepStatistics]:  # fmt: skip
+    """Normalize by a rule and move the state, or normalize by the decisions of an earlier forward.
+
+    Args:
+        x: `[..., C]`, of a type that the kernels take.
+        mask: `[...]`, True where a row is real.
+        rule: The method.
+        state: Its buffers.
+        kernel_rule: Its form for kernels.
+        known: The statistics to standardize with and to remove do not depend on the batch: it is read once.
+        plan: Function that plans launches on a GPU; None for kernels in C++.
+        groups: Groups of layer-scale.
+        found: Decisions of an earlier forward on the same batch.
+
+    Returns:
+        y with its gradient, and the decisions.
+    """
+    how, given = kernel_rule, list[Tensor | None]()
+    end, drift = how.warmup, how.drift or (None, None, None)
+    if found is not None:
+        saved = found.saved if how.forward == "running" else (None, None, *found.saved)
+        given = [found.batch, found.value, found.count, found.step, *saved, *[None] * (3 - len(saved))]
+    numbers = [
+        FORWARD.index(how.forward), BACKWARD.index(how.backward), known,
+        end if isinstance(end, int) else NEVER if plan else end.tolist() or NEVER,
+        how.unbiased, how.exact_early, how.clamp, rule.center, groups, rule.pad_grad == "real",
+    ]  # fmt: skip
+    buffers = [
+        state.running, state.step, state.skipped, state.skipped_grad, how.window, how.window_grad, how.smooth_grad,
+        how.filtered, *drift, end if isinstance(end, Tensor) else None,
+    ]  # fmt: skip
+    factors = [rule.eps, how.rate, how.rate_grad, how.floor]
+    launches = plan(rule, how, x, mask, known) if plan else []
+    y, made = library.step(x, rule.weight, rule.bias, mask, buffers, given, numbers, factors, launches)
+    if found is None:
+        found = StepStatistics(*made[:4], mask=mask, saved=tuple(t for t in made[4:] if t is not None))
+    return y, found
