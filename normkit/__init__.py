@@ -39,6 +39,7 @@ from normkit.norms import (
     make,
     options,
 )
+from normkit.removal import remove_norms
 from normkit.watch import diagnose, record
 
 __version__ = "0.2.0"
@@ -48,5 +49,5 @@ __all__ = [
     "InstanceNorm", "Int8", "LayerNorm", "NoNorm", "Norm", "PowerNorm", "RMSNorm", "RepBN", "ScaleNorm", "Split",
     "SwitchableNorm", "audit", "calibrate", "convert", "diagnose", "export", "find",
     "fix_embedding", "fold", "follow_optimizer", "keep_statistics", "kernels", "load_pretrained",
-    "make", "options", "record", "save_pretrained", "scale_loss", "to_rms",
+    "make", "options", "record", "remove_norms", "save_pretrained", "scale_loss", "to_rms",
 ]  # fmt: skip
