@@ -345,58 +345,37 @@ def calibrate(run: tyro.conf.Positional[Path], out: Path, batches: int | None = 
 
 
 def remove_norms(
-    model: tyro.conf.Positional[Path],
+    run: tyro.conf.Positional[Path],
     out: Path,
     steps: int = 300,
-    text: str | None = None,
     loss: Literal["outputs", "task"] = "outputs",
     to: str = "un(warmup=0)",
     statistics: Literal["frozen", "batches"] | None = None,
     lr: float | None = None,
     seed: int = 0,
-    unfolded: bool = False,
     resume: bool = False,
 ) -> int:
-    """Take the norms out of a trained model: fit norms with frozen statistics, train a little, fold, compare.
+    """Take the norms out of a run's model: fit, train a little on its data, fold, compare.
+
+    For models of Hugging Face there is `normkit remove-norms`.
 
     Args:
-        model: Folder of a run, or of a Hugging Face model with safetensors and a tokenizer.
-        out: Folder for the model without norms.
+        run: Folder of the run. Its data must be here.
+        out: Folder for the run without norms.
         steps: Training steps.
-        text: Text to train a Hugging Face model on: a file with one text a line, or a corpus in NORMKIT_DATA.
         loss: outputs: no labels, the original's outputs and inner activations; task: the loss of the run's task.
         to: Spec of the norm that is folded.
         statistics: Statistics of the new norms in training; batches with the loss of the task, else frozen.
-        lr: Highest learning rate; a third of the run's, or 3e-4.
+        lr: Highest learning rate; a third of the run's.
         seed: Seed of the order of batches and of dropout.
-        unfolded: Also write the trained model before folding, to OUT/unfolded.
         resume: Continue an interrupted removal with the same settings.
     """
-    from normkit_papers.studies.runner import describe
-    from normkit_papers.train.removal import Removal
-    from normkit_papers.train.removal import remove_norms as remove
+    from normkit.cli import Progress
+    from normkit_papers.removal import Settings, remove_norms_of_run
 
-    if not resume:
-        _check_new(out)
-    printed: list[str] = []
-    with _interruptible() as signals:
-
-        def on_progress(stage: str, progress: Any) -> bool:
-            tenth = f"{stage} {progress.stage} {10 * progress.step // max(progress.steps, 1)}"
-            if tenth not in printed:
-                printed.append(tenth)
-                _complain(f"{stage}, step {progress.step:,} of {progress.steps:,}, {describe(progress)['state']}", 0)
-            return bool(signals)
-
-        settings = Removal(steps, to, loss, lr, text, statistics, seed, unfolded)
-        try:
-            removed = remove(model, out, settings, resume=resume, on_progress=on_progress)
-        except KeyboardInterrupt:
-            if not signals:
-                raise
-            _complain("interrupted; the same command with --resume continues")
-            return 128 + signals[0]
-    _write(f"{removed}\nsaved to {out}")
+    settings = Settings(steps, loss, to, statistics, lr, seed)
+    removal, scores = remove_norms_of_run(run, out, settings, resume=resume, on_progress=Progress())
+    _write(f"{removal.fold}\n\n{align([[stage, f'{score:.4g}'] for stage, score in scores.items()])}\nsaved to {out}")
     return 0
 
 
