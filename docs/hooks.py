@@ -17,8 +17,8 @@ from normkit.watch import QUANTITIES, THRESHOLDS
 ROOT = Path(__file__).parents[1]
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 GROUPS = {  # heading of the reference: package of the names below it
-    "Models": "normkit.models", "Folding": "normkit.fold", "Watching": "normkit.watch", "Norms": "normkit.norms",
-    "Kernels": "normkit.kernels",
+    "Models": "normkit.models", "Folding": "normkit.fold", "Removal": "normkit.removal", "Watching": "normkit.watch",
+    "Norms": "normkit.norms", "Kernels": "normkit.kernels",
 }  # fmt: skip
 
 
