@@ -22,8 +22,8 @@ LONG, WIDE = 40, 60  # rows of a table that is shown open, characters of a cell
 ROOT = Path(__file__).parents[1]
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 GROUPS = {  # heading of the reference: package of the names below it
-    "Models": "normkit.models", "Folding": "normkit.fold", "Watching": "normkit.watch", "Norms": "normkit.norms",
-    "Kernels": "normkit.kernels",
+    "Models": "normkit.models", "Folding": "normkit.fold", "Removal": "normkit.removal", "Watching": "normkit.watch",
+    "Norms": "normkit.norms", "Kernels": "normkit.kernels",
 }  # fmt: skip
 
 
