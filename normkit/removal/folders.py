@@ -51,7 +51,7 @@ class Settings:
     Attributes:
         text: Text to train on: a file with one text a line, or a data set of the Hub.
         second: Another such text, which is measured on alone.
-        steps: Training steps.
+        steps: Training steps; None for 300.
         budget: Largest rise of loss or cosine distance, without training; None to train.
         length: Most tokens of a text; None for the model's, at most 512.
         lr: Highest learning rate.
@@ -62,7 +62,7 @@ class Settings:
 
     text: str
     second: str | None = None
-    steps: int = 300
+    steps: int | None = None
     budget: float | None = None
     length: int | None = None
     lr: float = 3e-4

@@ -23,6 +23,7 @@ from normkit.norms import StatNorm, make, parse
 from normkit.removal.budget import Cost, Score, choose
 from normkit.removal.distill import Comparison, Loss, mask_of, train
 
+STEPS = 300  # of training
 FITTED = 8  # batches that gains and biases are fitted to
 CALIBRATED = 100  # batches that statistics are measured on after training on the statistics of batches
 CLOSE = {"nats": (0.02, 0.1), "cosine": (0.01, 0.05)}  # by unit: rise up to which a model is close, or near
@@ -91,7 +92,7 @@ def remove_norms(
     model: nn.Module,
     batches: Iterable[Any],
     *,
-    steps: int = 300,
+    steps: int | None = None,
     budget: float | None = None,
     held_out: Sequence[Any] | None = None,
     outputs: Pick | None = None,
@@ -120,7 +121,7 @@ def remove_norms(
         model: The trained model, on the device where it shall be trained.
         batches: Inputs: mappings of keywords, tuples of arguments, or single arguments. The first 8 serve the fit.
             They are repeated if there are fewer than `steps`.
-        steps: Training steps; some hundred towards the original's outputs, a thousand with labels.
+        steps: Training steps; some hundred towards the original's outputs, a thousand with labels. None for 300.
         budget: Largest rise of the score, in its unit; None to train.
         held_out: Batches to score on. None scores on those of the fit, which flatters.
         outputs: Picks the tensor to compare from what the model returns; None for logits or hidden states.
@@ -151,6 +152,9 @@ def remove_norms(
         >>> folded[1], report.fold.foldable
         (Identity(), '1 of 1')
     """
+    if budget is not None and steps is not None:
+        raise ValueError("remove_norms(budget=) trains nothing; leave out steps=")
+    steps = STEPS if steps is None else steps
     _check(model, batches, steps, budget, lr, statistics)
     require_functions(outputs=outputs, forward=forward, mask=mask, loss=loss, score=score, fold=fold)
     if forward is not None and fold is None:
