@@ -204,22 +204,26 @@ def fit(original: Model, known: list[Tensor], gone: set, way: str, bound: bool =
     return model
 
 
-def train(original: Model, model: Model, data: Tensor, minutes: float, lr: float, done=0) -> int:
+def train(original: Model, model: Model, data: Tensor, first: int, minutes: float, lr: float) -> int:
     """Train towards the stream of the original after each block and its outputs; return the number of steps."""
-    model.requires_grad_(True).embed.requires_grad_(False)
+    model.requires_grad_(False).norm.requires_grad_(True)
+    model.blocks[first:].requires_grad_(True)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer, start = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0), time.time()
-    for done, ids in enumerate(data.split(4)):
+    optimizer, start, done = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0), time.time(), 0
+    for ids in data.split(4):
         share = max(4 * done / len(data), (time.time() - start) / (60 * minutes))
         if share >= 1:
             break
         optimizer.param_groups[0]["lr"] = min(1, (done + 1) / 8) * (1 - share) * lr
         x = h = model.embed(ids)
         total = torch.zeros(())
-        for theirs, block in zip(original.blocks, model.blocks, strict=True):
+        for number, (theirs, block) in enumerate(zip(original.blocks, model.blocks, strict=True)):
             with torch.autocast("cpu", torch.bfloat16):
                 with torch.no_grad():
                     x = theirs(x)
+                if number < first:  # not changed
+                    h = x
+                    continue
                 h = block(h)
             error = (h - x).square().mean(-1) / x.square().mean(-1)
             total = total + (usual(x) * error.log1p()).mean()
@@ -231,6 +235,7 @@ def train(original: Model, model: Model, data: Tensor, minutes: float, lr: float
         (total + outputs).backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
+        done += 1
     return done
 
 
@@ -320,7 +325,7 @@ def main() -> None:
     row(args.way, first, args.sites, 0, loss(model, valid))
     if args.task == "train":
         data = tokens("train", args.sequences + 4 * args.steps)[args.sequences :]
-        steps = train(original, model, data, args.minutes, args.lr)
+        steps = train(original, model, data, first, args.minutes, args.lr)
         row(f"{args.way}, trained", first, args.sites, steps, loss(model, valid))
 
 
