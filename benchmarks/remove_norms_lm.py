@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from normkit.models.huggingface import import_transformers
 
+LARGE = 2.0  # times the median: larger tokens are left out of the fit
 LENGTH = 256  # tokens of a sequence, without the first token
 SITES = ((1, "n1", "qkv", "mix", "o"), (2, "n2", "gate_up", "act", "down"))  # half of a block: norm, readers, writer
 FIELDS = [
@@ -131,8 +132,8 @@ def rms(x: Tensor) -> Tensor:
 
 
 def usual(x: Tensor) -> Tensor:
-    """Return 1 for tokens below twice the median root mean square, else 0: `[batch, time]`."""
-    return (rms(x) < 2 * rms(x).median()).float()
+    """Return 1 for tokens below LARGE times the median root mean square, else 0: `[batch, time]`."""
+    return (rms(x) < LARGE * rms(x).median()).float()
 
 
 def states(model: Model, ids: Tensor) -> list[Tensor]:
@@ -280,6 +281,8 @@ def main() -> None:
     add("--sites", choices=["both", "attention"], default="both")
     add("--bound", action="store_true", help="clamp what stands in a norm's place")
     add("--sequences", type=int, default=16, help="to fit on, of 256 tokens")
+    add("--keep", type=int, default=0, help="attention norms of so many layers from the first stay")
+    add("--large", type=float, default=2.0, help="tokens above so many times the median are left out of the fit")
     add("--ridge", type=float, default=0.3)
     add("--minutes", type=float, default=13)
     add("--steps", type=int, default=160)
@@ -287,6 +290,8 @@ def main() -> None:
     add("--commit", default="")
     add("--device", default="")
     args = parser.parse_args()
+    global LARGE
+    LARGE = args.large
     torch.set_num_threads(1)
     torch.manual_seed(0)
     transformers = import_transformers()
@@ -306,6 +311,7 @@ def main() -> None:
     command = "python benchmarks/remove_norms_lm.py MODEL WIKITEXT " + " ".join(sys.argv[3:]).split(" --commit")[0]
 
     def row(way: str, first: object, sites: str, steps: int, value: float) -> None:
+        sites = f"{sites} but attention below {args.keep}" if args.keep else sites
         fitted, seconds = args.sequences * LENGTH, round(time.time() - start)
         losses = [f"{value:.4f}", f"{value - base:.4f}"]
         write([way, first, sites, args.bound, fitted, steps, seconds, *losses, command, args.commit, args.device])
@@ -316,6 +322,7 @@ def main() -> None:
     first, way = (0, "pass") if args.task == "cost" else (args.first, args.way)
     kinds = (1, 2) if args.sites == "both" else (1,)
     gone = set(itertools.product(range(first, len(original.blocks)), kinds))
+    gone -= {(number, 1) for number in range(args.keep)}
     model = fit(original, known, gone | ({"final"} if args.sites == "both" else set()), way, args.bound, args.ridge)
     if args.task == "cost":
         row("original", "", "", 0, base)
