@@ -26,23 +26,9 @@ from torch import Tensor, nn
 
 from normkit.models.huggingface import import_transformers
 
-LARGE = 2.0  # times the median: larger tokens are left out of the fit
 LENGTH = 256  # tokens of a sequence, without the first token
 SITES = ((1, "n1", "qkv", "mix", "o"), (2, "n2", "gate_up", "act", "down"))  # half of a block: norm, readers, writer
-FIELDS = [
-    "way",
-    "first",
-    "sites",
-    "bound",
-    "tokens",
-    "steps",
-    "seconds",
-    "loss",
-    "delta",
-    "command",
-    "commit",
-    "device",
-]
+FIELDS = ["way", "first", "sites", "bound", "tokens", "steps", "seconds", "loss", "delta", "command"]
 
 
 class Line(nn.Module):
@@ -131,9 +117,9 @@ def rms(x: Tensor) -> Tensor:
     return x.square().mean(-1).sqrt()
 
 
-def usual(x: Tensor) -> Tensor:
-    """Return 1 for tokens below LARGE times the median root mean square, else 0: `[batch, time]`."""
-    return (rms(x) < LARGE * rms(x).median()).float()
+def usual(x: Tensor, large: float = 2.0) -> Tensor:
+    """Return 1 for tokens below `large` times the median root mean square, else 0: `[batch, time]`."""
+    return (rms(x) < large * rms(x).median()).float()
 
 
 def states(model: Model, ids: Tensor) -> list[Tensor]:
@@ -174,7 +160,7 @@ def regress(layer: nn.Linear, x: Tensor, y: Tensor, weight: Tensor, ridge: float
 
 
 @torch.no_grad()
-def fit(original: Model, known: list[Tensor], gone: set, way: str, bound: bool = False, ridge: float = 0.3) -> Model:
+def fit(original: Model, known: list[Tensor], gone: set, way: str, bound: bool, ridge: float, large: float) -> Model:
     """Replace norms by lines, block by block, on cached states of the original.
 
     Ways: `pass` fits each norm on the original's states, `gains` on those of the new model, `weights` also regresses
@@ -189,7 +175,7 @@ def fit(original: Model, known: list[Tensor], gone: set, way: str, bound: bool =
                 h = after
                 continue
             y, mine = getattr(theirs, norm)(x), x if way == "pass" else h
-            weight = usual(x) * usual(mine)
+            weight = usual(x, large) * usual(mine, large)
             if removed:
                 setattr(block, norm, line(mine, y, weight, bound))
             y_mine = getattr(block, norm)(h)
@@ -205,7 +191,7 @@ def fit(original: Model, known: list[Tensor], gone: set, way: str, bound: bool =
     return model
 
 
-def train(original: Model, model: Model, data: Tensor, first: int, minutes: float, lr: float) -> int:
+def train(original: Model, model: Model, data: Tensor, first: int, minutes: float, lr: float = 4e-4) -> int:
     """Train towards the stream of the original after each block and its outputs; return the number of steps."""
     model.requires_grad_(False).norm.requires_grad_(True)
     model.blocks[first:].requires_grad_(True)
@@ -286,12 +272,7 @@ def main() -> None:
     add("--ridge", type=float, default=0.3)
     add("--minutes", type=float, default=13)
     add("--steps", type=int, default=160)
-    add("--lr", type=float, default=4e-4)
-    add("--commit", default="")
-    add("--device", default="")
     args = parser.parse_args()
-    global LARGE
-    LARGE = args.large
     torch.set_num_threads(1)
     torch.manual_seed(0)
     transformers = import_transformers()
@@ -308,13 +289,13 @@ def main() -> None:
     valid = tokens("valid", 2 if args.task == "cost" else 8)
     base, start = loss(original, valid), time.time()
     write = csv.writer(sys.stdout, lineterminator="\n").writerow
-    command = "python benchmarks/remove_norms_lm.py MODEL WIKITEXT " + " ".join(sys.argv[3:]).split(" --commit")[0]
+    command = "python benchmarks/remove_norms_lm.py MODEL WIKITEXT " + " ".join(sys.argv[3:])
 
     def row(way: str, first: object, sites: str, steps: int, value: float) -> None:
         sites = f"{sites} but attention below {args.keep}" if args.keep else sites
         fitted, seconds = args.sequences * LENGTH, round(time.time() - start)
         losses = [f"{value:.4f}", f"{value - base:.4f}"]
-        write([way, first, sites, args.bound, fitted, steps, seconds, *losses, command, args.commit, args.device])
+        write([way, first, sites, args.bound, fitted, steps, seconds, *losses, command])
         sys.stdout.flush()
 
     write(FIELDS)
@@ -323,7 +304,8 @@ def main() -> None:
     kinds = (1, 2) if args.sites == "both" else (1,)
     gone = set(itertools.product(range(first, len(original.blocks)), kinds))
     gone -= {(number, 1) for number in range(args.keep)}
-    model = fit(original, known, gone | ({"final"} if args.sites == "both" else set()), way, args.bound, args.ridge)
+    gone |= {"final"} if args.sites == "both" else set()
+    model = fit(original, known, gone, way, args.bound, args.ridge, args.large)
     if args.task == "cost":
         row("original", "", "", 0, base)
         for way, number, site, value in costs(original, model, valid):
@@ -332,7 +314,7 @@ def main() -> None:
     row(args.way, first, args.sites, 0, loss(model, valid))
     if args.task == "train":
         data = tokens("train", args.sequences + 4 * args.steps)[args.sequences :]
-        steps = train(original, model, data, first, args.minutes, args.lr)
+        steps = train(original, model, data, first, args.minutes)
         row(f"{args.way}, trained", first, args.sites, steps, loss(model, valid))
 
 
