@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--out", type=Path, required=True, help="file to write, .onnx or .pt2")
     one.add_argument("--int8", choices=("dynamic",), help="weights in 8-bit integers for each channel (.onnx)")
     one = add("diagnose", diagnose)
-    one.add_argument("rows", type=Path, help="file of rows (.csv, .parquet) that `normkit.record` wrote, or its folder")
+    one.add_argument("rows", type=Path, help="file of rows (.csv) that `normkit.record` wrote, or its folder")
     one = add("bench", bench)
     one.add_argument("norms", nargs="+", metavar="NORM", help="specs, as layer 'un(window=8)'")
     one.add_argument("--shape", type=_shape, default=(4096, 512), metavar="ROWSxCHANNELS", help="default: 4096x512")

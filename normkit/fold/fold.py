@@ -14,6 +14,7 @@ from normkit.fold.progress import steps
 from normkit.fold.report import Report
 from normkit.fold.rewrite import change, find_edits, largest_factor, rewrite
 from normkit.fold.survey import TOLERANCE, Survey, take_all_apart
+from normkit.models.checks import warn_untrained
 from normkit.models.convert import put_everywhere
 from normkit.models.invoke import Call, Pick, check_batches
 
@@ -105,6 +106,7 @@ def fold(
     with steps("fold") as step:
         call = Call(example, kwexample)
         survey = Survey(model, call, outputs, untie, other_shapes, "fold", step, keep_architecture)
+        warn_untrained(model, "fold")
         if balance is not None:
             survey.measure(balance)
         plan, worst = find_plan(survey, spread, balance is not None)

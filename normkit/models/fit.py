@@ -115,6 +115,7 @@ class Moments(NamedTuple):
 def set_statistics(norm: StatNorm, statistics: Tensor) -> None:
     """Set the running statistics `[k, channels]` of a norm."""
     norm.running.copy_(norm.pool(statistics))
+    norm.was_set = True
     if norm.follows_optimizer:
         norm.get_buffer("pending").zero_()  # else the optimizer's step brings back the old ones
 

@@ -6,6 +6,7 @@ Ctrl-C, 143 after SIGTERM.
 
 import contextlib
 import dataclasses
+import importlib.util
 import os
 import shlex
 import signal
@@ -71,7 +72,7 @@ def train(arguments: list[str]) -> int:
     from normkit_papers.study import warm
 
     if not arguments or arguments[0].startswith("-"):
-        _write("usage: papers train RECIPE [--steps N] [--model.norm SPEC] [--SETTING VALUE ...]\n")
+        _write("usage: papers train RECIPE [--steps N] [--model.norm SPEC] [--import MODULE] [--SETTING VALUE ...]\n")
         list_()
         return 0 if arguments else BAD_INPUT
     recipe = pick(RECIPES, arguments[0], "recipe")
@@ -402,7 +403,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     _command_line[:] = arguments
     try:
-        return _dispatch(COMMANDS, arguments, "papers")
+        return _dispatch(COMMANDS, import_modules(arguments), "papers")
     except KeyboardInterrupt:
         return _complain("interrupted; the same command again continues", INTERRUPTED)
     except BrokenPipeError:  # the reader of our output, such as `head`, has ended
@@ -415,6 +416,24 @@ def main(arguments: list[str] | None = None) -> int:
         return _complain(f"{what}: {error.filename}; what was written before is kept" if error.filename else what)
     except (ValueError, TypeError) as error:
         return _complain(str(error) or type(error).__name__)
+
+
+def import_modules(arguments: list[str]) -> list[str]:
+    """Import each module or .py file after `--import`, such as one with a norm of your own; return what is left."""
+    left, given = [], iter(arguments)
+    for argument in given:
+        option, is_joined, name = argument.partition("=")
+        if option != "--import":
+            left.append(argument)
+            continue
+        name = name if is_joined else next(given, "")
+        path = Path(name)
+        sys.path.insert(0, str(path.parent.absolute()))
+        module = path.stem if path.suffix == ".py" else name
+        if not module or importlib.util.find_spec(module) is None:
+            raise ValueError(f"--import {name}: found no such module or file; name a .py file or an installed module")
+        importlib.import_module(module)
+    return left
 
 
 def _dispatch(commands: Mapping[str, Callable[..., int]], arguments: list[str], prog: str) -> int:
