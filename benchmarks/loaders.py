@@ -62,9 +62,6 @@ def compare(folder: Path) -> dict[str, Any]:
     """Open original and result, and compare logits and text."""
     (original, _), (folded, said) = opened(folder / "model"), opened(folder / "folded")
     ids = torch.randint(3, 48, (2, 12), generator=torch.Generator().manual_seed(0))
-    if (folder / "model" / "tokenizer.json").exists():
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "folded")
-        ids = tokenizer("The gain of a norm can be folded into", return_tensors="pt").input_ids
     expected, found = (model(input_ids=ids, use_cache=False).logits for model in (original, folded))
     settings: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "use_cache": False}
     texts = [model.generate(ids, attention_mask=torch.ones_like(ids), **settings) for model in (original, folded)]
