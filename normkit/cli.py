@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 FOUND, BAD_INPUT, INTERRUPTED = 1, 2, 130
 EVERY = 10.0  # seconds between lines of progress
-EXTRAS = {"transformers": "huggingface", "safetensors": "huggingface", "pyarrow": "watch", "datasets": "text"}
+EXTRAS = {"transformers": "huggingface", "safetensors": "huggingface", "pyarrow": "watch"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         package = (error.name or "").split(".")[0]
         if package in ("", "normkit"):
             raise
-        return _complain(f"this needs the package {package}; pip install 'normkit[{EXTRAS.get(package, 'export')}]'")
+        extra = f"'normkit[{EXTRAS.get(package, 'export')}]'"
+        return _complain(
+            f"this needs the package {package}; pip install {'datasets' if package == 'datasets' else extra}"
+        )
     except OSError as error:
         what = error.strerror or str(error) or type(error).__name__
         return _complain(f"{what}: {error.filename}" if error.filename else what)
@@ -83,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--text", required=True, help="file with one text a line, or a data set of the Hub: org/name")
     one.add_argument("--out", type=Path, required=True, help="folder for the model without norms")
     one.add_argument("--second", metavar="TEXT", help="another text, to measure on alone")
-    one.add_argument("--steps", type=_positive, default=300, help="training steps; default: 300")
+    one.add_argument("--steps", type=_positive, default=None, help="training steps; default: 300")
     one.add_argument("--budget", type=float, help="train nothing: remove the norms whose removal costs at most this")
     one.add_argument("--length", type=_positive, help="most tokens of a text; default: the model's, up to 512")
     one.add_argument("--lr", type=float, default=3e-4, help="highest learning rate; default: 3e-4")

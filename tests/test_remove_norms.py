@@ -144,7 +144,7 @@ def test_a_budget_keeps_the_norms_that_a_huge_first_token_makes_expensive():
 @pytest.mark.parametrize(
     ("given", "name"),
     [({"steps": 0}, "steps"), ({"lr": float("nan")}, "lr"), ({"budget": -1}, "budget"), ({"to": "rms"}, "to"),
-     ({"statistics": "some"}, "statistics")],
+     ({"statistics": "some"}, "statistics"), ({"steps": 5, "budget": 0.1}, "steps")],
 )  # fmt: skip
 def test_wrong_arguments_raise(given, name, encoder):
     with pytest.raises(ValueError, match=name):

@@ -30,7 +30,7 @@ from normkit.removal.texts import Texts, read_text, split
 LONGEST = 512  # tokens of a text by default, where the model takes more
 LENGTHS = (16, 64, 256, 1024)  # tokens at which the report measures, up to the longest text
 ITEMS = 128  # texts at each length
-WINDOWS = 4  # of a language model's text, to score on
+WINDOWS, SCORED = 4, 32  # texts to score on, for language models and others
 PROMPT, CONTINUED = 16, 24  # tokens
 FILE, COSTS = "removal.json", "costs.csv"
 TERMS = {
@@ -51,7 +51,7 @@ class Settings:
     Attributes:
         text: Text to train on: a file with one text a line, or a data set of the Hub.
         second: Another such text, which is measured on alone.
-        steps: Training steps.
+        steps: Training steps; None for 300.
         budget: Largest rise of loss or cosine distance, without training; None to train.
         length: Most tokens of a text; None for the model's, at most 512.
         lr: Highest learning rate.
@@ -62,7 +62,7 @@ class Settings:
 
     text: str
     second: str | None = None
-    steps: int = 300
+    steps: int | None = None
     budget: float | None = None
     length: int | None = None
     lr: float = 3e-4
@@ -133,7 +133,7 @@ def remove_norms_dir(
     texts, others = make(lines), {"held out": make(held_out)}
     if settings.second is not None:
         others["second text"] = make(read_text(settings.second))
-    measured = others["held out"].of_length(length, WINDOWS if kind == "causal" else ITEMS)
+    measured = others["held out"].of_length(length, WINDOWS if kind == "causal" else SCORED)
     with claimed(path, out, dataclasses.asdict(settings), resume) as checkpoint:
         score = functools.partial(_mean_loss, measured) if kind == "causal" else None
         folded, removal = remove_norms(

@@ -1,5 +1,6 @@
 """Remove the norms of a trained model."""
 
+import contextlib
 import copy
 import functools
 import time
@@ -17,11 +18,12 @@ from normkit.fold import Report
 from normkit.fold import fold as fold_model
 from normkit.models import calibrate, convert, find
 from normkit.models.checks import check_not_meta, check_not_wrapped
-from normkit.models.invoke import Forward, Pick, arguments, call, check_batches
+from normkit.models.invoke import Call, Forward, Pick, arguments, call, check_batches
 from normkit.norms import StatNorm, make, parse
 from normkit.removal.budget import Cost, Score, choose
 from normkit.removal.distill import Comparison, Loss, mask_of, train
 
+STEPS = 300  # of training
 FITTED = 8  # batches that gains and biases are fitted to
 CALIBRATED = 100  # batches that statistics are measured on after training on the statistics of batches
 CLOSE = {"nats": (0.02, 0.1), "cosine": (0.01, 0.05)}  # by unit: rise up to which a model is close, or near
@@ -90,7 +92,7 @@ def remove_norms(
     model: nn.Module,
     batches: Iterable[Any],
     *,
-    steps: int = 300,
+    steps: int | None = None,
     budget: float | None = None,
     held_out: Sequence[Any] | None = None,
     outputs: Pick | None = None,
@@ -111,15 +113,15 @@ def remove_norms(
     """Return a model without its norms, and a report; the model is not changed.
 
     Norms are converted to ones with frozen statistics and fitted to the original's by least squares. The model is then
-    trained a little, towards the original's outputs and what its norms return, or with your loss. The result is folded,
-    which is verified in float64. With `budget` nothing is trained: the norms that the model can lose within the budget
-    go, the others stay.
+    trained a little, towards the original's outputs and what its norms return (embeddings stay), or with your loss. The
+    result is folded, which is verified in float64. With `budget` nothing is trained: the norms that the model can lose
+    within the budget go, the others stay.
 
     Args:
         model: The trained model, on the device where it shall be trained.
         batches: Inputs: mappings of keywords, tuples of arguments, or single arguments. The first 8 serve the fit.
             They are repeated if there are fewer than `steps`.
-        steps: Training steps; some hundred towards the original's outputs, a thousand with labels.
+        steps: Training steps; some hundred towards the original's outputs, a thousand with labels. None for 300.
         budget: Largest rise of the score, in its unit; None to train.
         held_out: Batches to score on. None scores on those of the fit, which flatters.
         outputs: Picks the tensor to compare from what the model returns; None for logits or hidden states.
@@ -150,8 +152,15 @@ def remove_norms(
         >>> folded[1], report.fold.foldable
         (Identity(), '1 of 1')
     """
+    if budget is not None and steps is not None:
+        raise ValueError("remove_norms(budget=) trains nothing; leave out steps=")
+    steps = STEPS if steps is None else steps
     _check(model, batches, steps, budget, lr, statistics)
     require_functions(outputs=outputs, forward=forward, mask=mask, loss=loss, score=score, fold=fold)
+    if forward is not None and fold is None:
+        raise ValueError("remove_norms(forward=) needs fold= too: a function that folds the model on an example")
+    if budget is not None and (loss is not None or statistics is not None):
+        raise ValueError("remove_norms(budget=) trains nothing; leave out loss= and statistics=")
     frozen = (statistics or ("frozen" if loss is None else "batches")) == "frozen"
     _check_spec(model, to)
     progress = _Progress(on_progress)
@@ -170,7 +179,8 @@ def remove_norms(
     scored: Score = score or functools.partial(compare.mean, batches=measured)
     mask_from = "attention_mask" if mask is mask_of and mask_of(first[0]) is not None else None
     converted = convert(original, to, mask_from=mask_from).eval()
-    folding = fold or functools.partial(_fold, batch=first[0], outputs=outputs, forward=forward)
+    example = arguments(first[0])
+    folding = fold or functools.partial(_fold, example=example, outputs=outputs)
     scores = {"original": scored(original)}
     if budget is not None:
         chosen = choose(original, converted, first, scored, budget, forward=forward, mask=mask, on_progress=progress)
@@ -184,10 +194,11 @@ def remove_norms(
     )  # fmt: skip
     scores["fitted"] = scored(converted)
     sites = [name for name, module in converted.named_modules() if isinstance(module, StatNorm)]
-    train(
-        converted, loss or compare.loss(sites), data, steps=steps, lr=lr, dropout=loss is not None, frozen=frozen,
-        checkpoint=checkpoint, on_step=lambda step, _: progress("training, step", step, steps),
-    )  # fmt: skip
+    with _tables_kept(converted) if loss is None else contextlib.nullcontext():
+        train(
+            converted, loss or compare.loss(sites), data, steps=steps, lr=lr, dropout=loss is not None, frozen=frozen,
+            checkpoint=checkpoint, on_step=lambda step, _: progress("training, step", step, steps),
+        )  # fmt: skip
     if not frozen:
         calibrate(converted, islice(data, CALIBRATED), forward=forward, inplace=True)
     progress("folding", 0, 1)
@@ -219,11 +230,19 @@ def _endless(batches: Iterable[Any], first: Sequence[Any], rest: Iterator[Any]) 
         yield from batches
 
 
-def _fold(model: nn.Module, batch: Any, outputs: Pick | None, forward: Forward | None) -> tuple[nn.Module, Report]:
-    if forward is not None:
-        raise ValueError("remove_norms(forward=) needs fold= too: a function that folds the model on an example")
-    example = arguments(batch)
+def _fold(model: nn.Module, example: Call, outputs: Pick | None) -> tuple[nn.Module, Report]:
     return fold_model(model, *example.args, outputs=outputs, **example.kwargs)
+
+
+@contextlib.contextmanager
+def _tables_kept(model: nn.Module) -> Iterator[None]:
+    """Keep embeddings in training: Adam would move the row of a rare token by a full step for each single gradient."""
+    tables = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters() if p.requires_grad}
+    for table in tables:
+        table.requires_grad_(False)
+    yield
+    for table in tables:
+        table.requires_grad_(True)
 
 
 def _check(model: Any, batches: Any, steps: Any, budget: Any, lr: Any, statistics: Any) -> None:
