@@ -103,7 +103,7 @@ def warn_untrained(model: nn.Module, verb: str) -> None:
     for name, norm in model.named_modules():
         if not isinstance(norm, StatNorm):
             continue
-        end = norm.end_of_warmup() if isinstance(norm, WarmupNorm) else getattr(norm, "warmup", 0)
+        end = norm.end_of_warmup(norm) if isinstance(norm, WarmupNorm) else getattr(norm, "warmup", 0)
         if not norm.step and (norm.running[-1] == 1).all() and not norm.running[:-1].any():
             initial.append(name)
         elif not norm.was_set and norm.step < end:
