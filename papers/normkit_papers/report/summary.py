@@ -98,6 +98,10 @@ def text(results: Results) -> str:
         lines = cells(members)
         short = [[cell.replace("greedy, ", "") for cell in line] for line in lines]
         parts += [kind, align(short, right=range(1, len(lines[0]) - 1), heads=1)]
+        if any("beam" in head for head in lines[0]) and short != lines:
+            parts.append(
+                '"calibrated" and "folded" search greedily: compare them with "greedy", not with "beam search".'
+            )
         parts.append("\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in sentences(members)))
     return "\n\n".join(parts)
 
