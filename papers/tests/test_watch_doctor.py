@@ -1,7 +1,5 @@
 """Runs made to fail get the finding that names the fault; a healthy run gets none."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch import nn
@@ -316,17 +314,11 @@ def test_too_little_to_judge_by():
     assert kinds([*young, Row(20, "a", "BatchNorm1d", "gap_batch", 2.0)]) == ["evaluation"], (
         "the running ones are old enough"
     )
-    [found] = unchecked(row for row in healthy() if row.step == 1)
-    assert found.startswith("evaluation, batch length, nu, exploding, gradient spikes: too few steps or samples")
 
 
 def test_optional_quantities_are_left_out_of_the_message():
-    rows = [Row(step, "a", "BatchNorm1d", "gap_batch", 0.9) for step in (1, 30, 60)]
-    [finding] = wrong(rows)
+    [finding] = wrong([Row(step, "a", "BatchNorm1d", "gap_batch", 0.9) for step in (1, 30, 60)])
     assert "nan" not in str(finding)
-    assert "what a quadratic mean would do was not recorded" in finding.advice
-    [line] = advise([row._replace(norm="LayerNorm") for row in rows])
-    assert "no advice on batch statistics: record gap_batch and gap_quadratic" in line
 
 
 def test_no_rows():
@@ -338,18 +330,6 @@ def test_no_rows():
 def test_anything_but_rows_is_rejected(given):
     with pytest.raises(TypeError, match=r"a recording consists of rows, as normkit\.record gives them; got"):
         diagnose(given)
-
-
-def test_a_finding_is_a_value():
-    found = diagnose([Row(1, "a", "batch", "tokens", 4.0)])[0]
-    assert dataclasses.replace(found) == found
-    assert found.evidence == {"a": 4.0}
-
-
-def test_findings_that_are_no_faults_are_marked_in_print():
-    """`print(*diagnose(rows))` must not present a check that was not made as a fault."""
-    found = diagnose([Row(1, "norm", "batch", "padding", 0.3)])
-    assert [str(finding).startswith("not checked: ") for finding in found] == [False, True, True]
 
 
 def test_rows_of_no_norm_let_almost_nothing_be_checked():
