@@ -54,7 +54,13 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of single configurations
     "funnel": {"block_sizes": [1, 1]},
     "xmod": {"default_language": "en_XX"},
     "donut-swin": {"image_size": 56, "depths": [1, 1], "num_heads": [2, 2]},
+    "mixtral": {"num_local_experts": 128},
+    "gpt_oss": {"num_local_experts": 128, "num_experts_per_tok": 4},
+    "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8},
+    "olmoe": {"num_experts": 128, "num_experts_per_tok": 8},
+    "deepseek_v3": {"n_routed_experts": 128, "num_experts_per_tok": 8},
 }
+MANY_EXPERTS = ("mixtral", "gpt_oss", "qwen3_moe", "olmoe", "deepseek_v3")  # on 8 sequences of 64 tokens
 SKIP = {"funnel": {"num_hidden_layers"}, "prophetnet": {"num_hidden_layers"}, "gemma4_text": {"head_dim"}}  # fmt: skip
 
 CAUSAL = (
@@ -67,6 +73,10 @@ CAUSAL = (
     "minimax_m2 ministral mixtral modernbert-decoder mpt nanochat nemotron nemotron_h olmo olmo2 olmo3 olmoe openai-gpt "
     "opt pegasus persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3_5_text qwen3_moe qwen3_next recurrent_gemma rwkv seed_oss "
     "smollm3 solar_open stablelm starcoder2 vaultgemma xglm xlstm youtu zamba2"
+).split()
+GAINS = (  # whose gains alone are folded, too, as before rotation and quantization
+    "bloom cohere deepseek_v3 falcon gemma gemma2 gemma3_text gpt2 gpt_neox gpt_oss llama mamba2 mistral mixtral "
+    "nemotron olmo2 olmoe opt phi3 qwen2 qwen3 qwen3_moe starcoder2"
 ).split()
 MASKED = (
     "albert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie esm eurobert "
@@ -173,7 +183,8 @@ def _text(kind: str, mapping: str) -> Case:
     if any(getattr(model.config, name, None) for name in EXPERTS):
         rows = 16
         _reach_all_experts(model)
-    kwargs: dict[str, Any] = {"input_ids": tokens(rows, 7), "attention_mask": padding(rows)}
+    rows, length = (8, 64) if kind in MANY_EXPERTS else (rows, 7)
+    kwargs: dict[str, Any] = {"input_ids": tokens(rows, length), "attention_mask": padding(rows, length)}
     if mapping == "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES":
         kwargs |= {"decoder_input_ids": tokens(rows, 5, seed=3), "decoder_attention_mask": padding(rows, 5)}
     if "attention_mask" not in takes:
@@ -210,7 +221,10 @@ def _torchvision(name: str) -> Case:
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    **{f"transformers {kind}": partial(_text, kind, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES") for kind in CAUSAL},
+    **{
+        f"transformers {kind}": partial(_text, kind, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+        for kind in dict.fromkeys([*CAUSAL, *GAINS])
+    },
     **{f"transformers {kind}": partial(_text, kind, "MODEL_FOR_MASKED_LM_MAPPING_NAMES") for kind in MASKED},
     **{f"transformers {kind}": partial(_text, kind, "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES") for kind in PAIRS},
     **{f"transformers {kind}": partial(_image, kind) for kind in IMAGES},

@@ -62,15 +62,16 @@ ZOO = {**CASES, **OWN}
 FURTHER = {**architectures.CASES, **diffusers_models.CASES}
 
 
-def folded(case: Case, spec: str, untie: bool = False) -> dict[str, object]:
+def folded(case: Case, spec: str, untie: bool = False, keep: bool = False) -> dict[str, object]:
     """Convert a model to one norm, fold it, and count."""
     model = case.model
     if spec != ONLINE[0]:
         model = randomize(convert(model, spec, mask_from=case.mask_from)).eval()
     start = time.process_time()
-    _, report = fold(model, *case.args, outputs=case.outputs, untie=untie, keep_architecture=False, **case.kwargs)
+    _, report = fold(model, *case.args, outputs=case.outputs, untie=untie, keep_architecture=keep, **case.kwargs)
     counted = Counter(row.action for row in report)
     left = Counter(reason(row.why) for row in report if row.action in ("multiply-add", "add", "kept"))
+    left["a bias without a place"] += sum("its bias stays" in row.why for row in report if row.action == "gain folded")
     return {
         "norms": len(report), "gone": int(report.foldable.split()[0]), "gain": counted["gain folded"],
         "affine": counted["multiply-add"] + counted["add"], "kept": counted["kept"], "error": f"{report.max_error:.1e}",
@@ -112,7 +113,7 @@ def further(name: str) -> dict[str, object]:
 
 def counts(found: Counter) -> str:
     """Reasons with their numbers, the most frequent first."""
-    return "; ".join(f"{name}: {count}" for name, count in found.most_common())
+    return "; ".join(f"{name}: {count}" for name, count in found.most_common() if count)
 
 
 REASONS = {  # part of a reason: how the page puts it
@@ -157,6 +158,8 @@ def main() -> None:
             print(f"{name}: {missing(name)} is not installed", flush=True)
             continue
         rows = zoo(name) if name in ZOO else {"un": further(name)}
+        if name.removeprefix("transformers ") in architectures.GAINS:
+            rows["gains"] = folded(FURTHER[name](), ONLINE[0], keep=True)
         kept = [row for row in kept if row["model"] != name]
         kept += [{"model": name, "spec": spec, "commit": commit(), **row} for spec, row in rows.items()]
         print(name, *(f"{spec}: {row.get('gone', row.get('failed'))}" for spec, row in rows.items()), flush=True)

@@ -21,15 +21,21 @@ from normkit.watch import QUANTITIES, THRESHOLDS
 LONG, WIDE = 40, 60  # rows of a table that is shown open, characters of a cell
 ROOT = Path(__file__).parents[1]
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+RESULT = re.compile(r"<!-- table (\w+):((?: \w+)+)(?:; (\w+)=([\w .-]+))? -->")  # file: columns; rows with a value
 GROUPS = {  # heading of the reference: package of the names below it
-    "Models": "normkit.models", "Folding": "normkit.fold", "Watching": "normkit.watch", "Norms": "normkit.norms",
-    "Kernels": "normkit.kernels",
+    "Models": "normkit.models", "Folding": "normkit.fold", "Removal": "normkit.removal", "Watching": "normkit.watch",
+    "Norms": "normkit.norms", "Kernels": "normkit.kernels",
 }  # fmt: skip
 
 
 def on_page_content(content: str, **_: object) -> str:
     """Replace every formula that `pymdownx.arithmatex` marked, so that pages need no script to show it."""
     return FORMULA.sub(lambda m: convert(html.unescape(m[3]), display="inline" if m[2] == "(" else "block"), content)
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Put tables of results where a page asks for them."""
+    return RESULT.sub(lambda m: "\n".join(result(m[1], m[2].split(), m[3], m[4])), markdown)
 
 
 def on_config(config: Any) -> None:
@@ -135,6 +141,13 @@ def _split(lines: list[list[str]]) -> tuple[list[str], list[list[str]]]:
     """Join the two lines above a grid into one heading."""
     first, second, *rest = lines
     return [f"{a} {b}".strip() for a, b in zip(first, second, strict=True)], rest
+
+
+def result(name: str, columns: list[str], key: str | None = None, value: str | None = None) -> list[str]:
+    """Columns of a file of benchmarks/results, and of its rows all or those with a value."""
+    with (ROOT / "benchmarks" / "results" / f"{name}.csv").open(encoding="utf8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if key is None or row[key] == value]
+    return table([each.replace("_", " ") for each in columns], ([row[each] for each in columns] for row in rows))
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:

@@ -29,6 +29,7 @@ from normkit.norms import (
     make,
     options,
 )
+from normkit.removal import remove_norms
 from normkit.watch import diagnose, record
 
 __version__ = "0.2.0"
@@ -36,6 +37,6 @@ __version__ = "0.2.0"
 __all__ = [
     "NORMS", "PNV", "UN", "BatchNorm", "GroupNorm", "Int8", "LayerNorm", "Norm", "PowerNorm", "RMSNorm", "ScaleNorm",
     "audit", "calibrate", "convert", "diagnose", "export", "find", "fix_embedding", "fold", "follow_optimizer",
-    "keep_statistics", "kernels", "load_pretrained", "make", "options", "record", "save_pretrained", "scale_loss",
-    "to_rms",
+    "keep_statistics", "kernels", "load_pretrained", "make", "options", "record", "remove_norms",
+    "save_pretrained", "scale_loss", "to_rms",
 ]  # fmt: skip

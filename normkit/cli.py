@@ -9,15 +9,18 @@ import contextlib
 import csv
 import importlib
 import io
+import math
 import os
 import signal
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 FOUND, BAD_INPUT, INTERRUPTED = 1, 2, 130
+EVERY = 10.0  # seconds between lines of progress
 EXTRAS = {"transformers": "huggingface", "safetensors": "huggingface", "pyarrow": "watch"}
 
 
@@ -39,7 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         package = (error.name or "").split(".")[0]
         if package in ("", "normkit"):
             raise
-        return _complain(f"this needs the package {package}; pip install 'normkit[{EXTRAS.get(package, 'export')}]'")
+        extra = f"'normkit[{EXTRAS.get(package, 'export')}]'"
+        return _complain(
+            f"this needs the package {package}; pip install {'datasets' if package == 'datasets' else extra}"
+        )
     except OSError as error:
         what = error.strerror or str(error) or type(error).__name__
         return _complain(f"{what}: {error.filename}" if error.filename else what)
@@ -76,11 +82,23 @@ def _parser() -> argparse.ArgumentParser:
     one = _model(add("fold", fold))
     one.add_argument("--out", type=Path, required=True, help="folder for the folded model")
     one.add_argument("--untie", action="store_true", help="give a tied output layer a weight of its own")
+    one = _model(add("remove-norms", remove_norms))
+    one.add_argument("--text", required=True, help="file with one text a line, or a data set of the Hub: org/name")
+    one.add_argument("--out", type=Path, required=True, help="folder for the model without norms")
+    one.add_argument("--second", metavar="TEXT", help="another text, to measure on alone")
+    one.add_argument("--steps", type=_positive, default=None, help="training steps; default: 300")
+    one.add_argument("--budget", type=float, help="train nothing: remove the norms whose removal costs at most this")
+    one.add_argument("--length", type=_positive, help="most tokens of a text; default: the model's, up to 512")
+    one.add_argument("--lr", type=float, default=3e-4, help="highest learning rate; default: 3e-4")
+    one.add_argument("--spread", type=float, help="limit for `fold`: 16 for float16 and 8-bit integers")
+    one.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    one.add_argument("--seed", type=int, default=0, help="seed of the order of texts; default: 0")
+    one.add_argument("--resume", action="store_true", help="continue an interrupted removal")
     one = _model(add("export", export))
     one.add_argument("--out", type=Path, required=True, help="file to write, .onnx or .pt2")
     one.add_argument("--int8", choices=("dynamic",), help="weights in 8-bit integers for each channel (.onnx)")
     one = add("diagnose", diagnose)
-    one.add_argument("rows", type=Path, help="file of rows (.csv, .parquet) that `normkit.record` wrote, or its folder")
+    one.add_argument("rows", type=Path, help="file of rows (.csv) that `normkit.record` wrote, or its folder")
     one = add("bench", bench)
     one.add_argument("norms", nargs="+", metavar="NORM", help="specs, as layer 'un(window=8)'")
     one.add_argument("--shape", type=_shape, default=(4096, 512), metavar="ROWSxCHANNELS", help="default: 4096x512")
@@ -138,6 +156,45 @@ def fold(given: argparse.Namespace) -> int:
 
     _write(f"{fold_dir(given.model, given.out, given.untie)}\nsaved to {given.out}")
     return 0
+
+
+def remove_norms(given: argparse.Namespace) -> int:
+    """Take the norms out of a trained model: fit, train towards its outputs, fold, compare.
+
+    With --budget nothing is trained: the norms that cost at most this together go (nats of loss for language models,
+    1 - cosine for encoders), the others stay.
+    """
+    from normkit.removal.folders import Settings, remove_norms_dir
+
+    names = ("text", "second", "steps", "budget", "length", "lr", "spread", "device", "seed")
+    settings = Settings(**{name: getattr(given, name) for name in names})
+    found = remove_norms_dir(given.model, given.out, settings, resume=given.resume, on_progress=Progress())
+    _write(f"{found}\n\nsaved to {given.out}")
+    return 0
+
+
+class Progress:
+    """Writes a line of progress to standard error, at most one in ten seconds."""
+
+    def __init__(self) -> None:
+        self.stage, self.last = "", 0.0
+
+    def __call__(self, stage: str, done: int, of: int, seconds: float) -> None:
+        """Write how much of a stage is done, and the time left."""
+        if stage == self.stage and time.monotonic() - self.last < EVERY:
+            return
+        self.stage, self.last = stage, time.monotonic()
+        left = "" if math.isnan(seconds) else f", about {_duration(seconds)} left"
+        print(f"{stage} {done} of {of}{left}" if of > 1 else stage, file=sys.stderr, flush=True)
+
+
+def _duration(seconds: float) -> str:
+    """Return seconds or minutes.
+
+    >>> _duration(130.0)
+    '2 min'
+    """
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
 def export(given: argparse.Namespace) -> int:

@@ -101,6 +101,7 @@ WITHOUT_KERNEL_RULE = [
     "renorm(warmup=1, r_until=3, d_until=3)", "mabn(window=2, warmup=2, renorm_after=3)", "mabn(window=2)",
     "batch(scalar=True)", "un(window=2, warmup=2, scalar=True)", "power(groups=0, warmup=2, scalar=True)",
 ]  # fmt: skip
+PER_TOKEN = [spec for spec in SPECS if spec not in STAT_SPECS]
 
 
 def several_steps(norm, draw, masked, choice):
@@ -114,6 +115,6 @@ def several_steps(norm, draw, masked, choice):
         with kernels(choice):
             y = norm(x.requires_grad_(), keep if masked else None)
             y.backward(dy)
-        seen += [y.detach(), x.grad, *(p.grad.clone() for p in norm.parameters())]
+        seen += [y.detach(), x.grad, *(p.grad.clone() for p in norm.parameters() if p.grad is not None)]
         seen += [b.clone() for b in norm.buffers()]
     return seen

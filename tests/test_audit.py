@@ -97,3 +97,72 @@ def test_data_dependent_paths_show_on_the_second_input():
 
     row = audit(randomize(Depends()).eval(), torch.randn(3, 4)).rows[0]
     assert "read by aten.exp" in row.why
+
+
+# -- norms that others cancel ------------------------------------------------------------------------------------------
+
+
+class Heads(nn.Module):
+    """Attention whose queries, keys and values are each normalized within heads, as in Gemma 4."""
+
+    def __init__(self, eps=1e-6, bias=False, values=True):
+        super().__init__()
+        self.norm = nn.RMSNorm(8, eps=1e-6)
+        self.q, self.k, self.v = (nn.Linear(8, 8, bias=bias and name == "q") for name in "qkv")
+        self.q_norm, self.k_norm, v_norm = (nn.RMSNorm(4, eps=eps) for _ in range(3))
+        self.v_norm = v_norm if values else nn.Identity()
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.norm(x)
+        q, k, v = (
+            norm(layer(y).unflatten(-1, (2, 4))).transpose(1, 2)
+            for norm, layer in ((self.q_norm, self.q), (self.k_norm, self.k), (self.v_norm, self.v))
+        )
+        return x + self.out(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def heads(**options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Heads(**options), nn.Linear(8, 8)).eval()
+    nn.init.uniform_(model[1].norm.weight, 0.5, 1.5)
+    return model
+
+
+X = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_norm_that_others_cancel_goes_on_request_and_eps_makes_the_error():
+    errors = []
+    for eps in (1e-6, 1e-4, 1e-2):
+        model = heads(eps=eps)
+        row = audit(model, X).rows[0]
+        assert (row.name, row.action) == ("1.norm", "gain folded")
+        assert all(f"1.{name}_norm" in row.why for name in "qkv")
+        stays, report = fold(model, X)
+        assert isinstance(stays[1].norm, nn.RMSNorm)
+        assert report.eps_error == 0
+        folded, report = fold(model, X, remove_cancelled=True)
+        assert isinstance(folded[1].norm, nn.Identity)
+        assert report.rows[0].action == "folded"
+        assert report.max_error < 1e-14
+        difference = (folded.double()(X.double()) - model.double()(X.double())).abs().max()
+        assert 0.1 * report.eps_error < difference < 10 * report.eps_error
+        errors.append(report.eps_error)
+    assert 1e-8 < errors[0] < 1e-4
+    assert errors == sorted(errors)
+    assert 10 < errors[1] / errors[0] < 1000
+
+
+@pytest.mark.parametrize("options", [{"bias": True}, {"values": False}])
+def test_a_norm_stays_where_something_else_sees_its_factor(options):
+    model = heads(**options)
+    assert "_norm" not in audit(model, X).rows[0].why
+    folded, report = fold(model, X, remove_cancelled=True)
+    assert isinstance(folded[1].norm, nn.RMSNorm)
+    assert report.eps_error < 1e-14
+
+
+def test_removing_norms_keeps_no_architecture():
+    with pytest.raises(ValueError, match="keep_architecture"):
+        fold(heads(), X, remove_cancelled=True, keep_architecture=True)

@@ -1,9 +1,7 @@
 """The choice of kernels: environment, threads, backward passes, imports."""
 
 import _thread
-import ast
 import os
-import pathlib
 import subprocess
 import sys
 import threading
@@ -13,8 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import normkit
 from normkit.kernels import build, dispatch, ops
-
-KERNELS = pathlib.Path(normkit.__file__).parent / "kernels"
 
 
 def run_with_choice(choice):
@@ -76,24 +72,6 @@ def test_a_thread_of_autograd_takes_the_choice_of_the_block_around_the_backward_
         own.join()
     assert seen == ["reference", "auto"], "a thread of Python has blocks of its own"
     assert not dispatch._entered
-
-
-def imported(path):
-    """Modules of `normkit.kernels` that a file imports, at its top or inside functions."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("normkit.kernels"):
-            folder = KERNELS.joinpath(*node.module.split(".")[2:])
-            for alias in node.names:
-                inner = [folder / f"{alias.name}.py", folder / alias.name / "__init__.py"]
-                yield next((file for file in inner if file.exists()), folder.with_suffix(".py"))
-
-
-def test_kernels_have_no_import_circles_not_even_late_ones():
-    graph = {path: set(imported(path)) for path in KERNELS.rglob("*.py")}
-    while graph:
-        free = {path for path, others in graph.items() if not others & graph.keys()}
-        assert free, f"circles among {sorted(path.name for path in graph)}"
-        graph = {path: others for path, others in graph.items() if path not in free}
 
 
 def test_small_inputs_on_a_gpu_take_kernels_of_torch(monkeypatch):

@@ -37,11 +37,18 @@ def test_norms_fold_into_layers_with_normalized_weights(normalize, build, size):
     assert_close(folded(x), model(x), rtol=1e-4, atol=1e-5)
 
 
-def test_a_matrix_that_two_modules_share_stays_shared():
-    table, output = nk.fix_embedding(nn.Embedding(9, 4)), nn.Linear(4, 9, bias=False)
-    parametrize.register_parametrization(output, "weight", nk.norms.FixNorm())
-    output.parametrizations.weight.original = table.parametrizations.weight.original
-    plain = plain_weights(nn.Sequential(table, output))
+def test_a_tied_output_has_the_same_rows_or_is_rejected():
+    table, output = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+    with pytest.raises(ValueError, match="another weight"):
+        nk.fix_embedding(table, output)
+    output.weight = table.weight
+    with pytest.raises(ValueError, match="Linear has the embedding's weight"):
+        nk.fix_embedding(table)
+    assert not parametrize.is_parametrized(table)
+    model = nn.Sequential(nk.fix_embedding(table, output), output)
+    assert_close(output.weight.norm(dim=1), torch.ones(9))
+    assert len(list(model.parameters())) == 1
+    plain = plain_weights(model)
     assert plain[0].weight is plain[1].weight
     assert_close(plain[0].weight.norm(dim=1), torch.ones(9))
 

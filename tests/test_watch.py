@@ -357,25 +357,29 @@ def test_windows_of_one_channel_and_of_all():
     assert len(only(rows, "pnac_gradient")) == 2
 
 
-def test_a_resumed_recorder_gives_the_same_rows():
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_resumed_recorder_gives_the_same_rows(every):
     xs = [batch(seed, 8, 6) for seed in range(20)]
-    model = nn.Sequential(nn.LayerNorm(6)).double()
-    whole = train(copy.deepcopy(model), xs, quantities="all")
-    rows, state = [], {}
-    for part in (xs[:7], xs[7:]):
-        recorder = Recorder(model, 1, "all", start=20 - len(xs[7:]) if state else 0)
-        recorder.load(state)
-        recorder.follow()
+    whole, rows, state = [], [], {}
+    for parts, out in (([xs], whole), ([xs[:8], xs[8:]], rows)):
+        torch.manual_seed(0)
+        model, done, state = nn.Sequential(nn.LayerNorm(6)).double(), 0, {}
         optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-        for x in part:
-            optimizer.zero_grad()
-            y = model(x)
-            (y * torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view_as(y)).sum().backward()
-            optimizer.step()
-        rows += list(recorder.rows)
-        state = recorder.state()
-        recorder.close()
+        for part in parts:
+            recorder = Recorder(model, every, "all", start=done)
+            recorder.load(state)
+            recorder.follow()
+            for x in part:
+                optimizer.zero_grad()
+                loss = model(x).pow(3).mean()
+                recorder.add_loss(loss)
+                loss.backward()
+                optimizer.step()
+            state, done = recorder.state(), done + len(part)
+            out += list(recorder.rows)
+            recorder.close()
     assert rows == whole
+    assert {row.quantity for row in rows} >= {"loss", "gap_batch"}
 
 
 def test_values_out_of_range_are_rejected():
@@ -422,10 +426,40 @@ def test_every_quantity_is_recorded_somewhere():
     """Some model fills each row of the table."""
     model = chain(normkit.make("power(groups=0)", 6), normkit.make("un(outlier_filtration=True)", 6), nn.LayerNorm(6))
     rows = train(model, [batch(seed, 8, 6) for seed in range(33)], quantities="all")
-    text = Text(nn.LayerNorm(6))
-    with normkit.record(text, every=1) as more:
-        text(torch.tensor([[1, 0]]))
+    text, criterion, ids = Text(nn.LayerNorm(6)), nn.CrossEntropyLoss(), torch.tensor([[1, 0]])
+    with normkit.record(text, every=1, loss=criterion) as more, torch.autocast("cpu", torch.float16):
+        criterion(text(ids).flatten(0, 1).float(), ids.flatten())
     assert {row.quantity for row in [*rows, *more]} == set(QUANTITIES) - {"mask_length"}  # see test_masks.py
+
+
+class WithLoss(Text):
+    """Returns what models of transformers return."""
+
+    def forward(self, ids, labels):
+        logits = super().forward(ids)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def test_the_loss_is_found_in_three_ways():
+    """The mean over the steps since the last sample, and the entropy of the targets, which ignores -100."""
+    ids, labels = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[5, 5, 6, -100]])
+    models = WithLoss(nn.LayerNorm(6)), Text(nn.LayerNorm(6)), Text(nn.LayerNorm(6))
+    criterion, last, found = nn.CrossEntropyLoss(), None, []
+    for model, loss in zip(models, (None, criterion, lambda: last), strict=True):
+        model.load_state_dict(models[0].state_dict())
+        with normkit.record(model, every=2, quantities=["loss", "constant_loss"], loss=loss) as rows:
+            for factor in (1, 2, 3):
+                with torch.no_grad():
+                    model.out.weight.mul_(factor)
+                if isinstance(model, WithLoss):
+                    last = model(ids, labels=labels)["loss"]
+                else:
+                    last = criterion(model(ids).flatten(0, 1), labels.flatten())
+                found.append(last.item())
+        one, two, three = found[-3:]
+        assert only(rows, "loss") == pytest.approx([one, (two + three) / 2])
+        entropy = [-(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))] * 2
+        assert only(rows, "constant_loss") == pytest.approx([] if callable(loss) and loss is not criterion else entropy)
 
 
 def test_sites_of_wrapped_models_keep_their_names():

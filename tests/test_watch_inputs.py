@@ -8,7 +8,7 @@ from torch import nn
 from torchvision_stub import load_torchvision
 
 import normkit
-from normkit.watch import Row, advise, diagnose, record
+from normkit.watch import Recorder, diagnose, record
 
 
 def gaps(batches, norm=None):
@@ -65,12 +65,6 @@ def test_a_first_batch_that_is_not_finite_or_all_padding_is_forgotten():
     padding = (torch.randn(64, 4), torch.zeros(64, dtype=torch.bool))
     masked = gaps([padding, *real], normkit.make("layer", 4))
     assert masked[-4:] == pytest.approx(clean[-4:], rel=0.5)
-
-
-def test_the_gap_between_modes_of_a_loss_below_zero():
-    rows = [Row(1, "", "", "loss_train_mode", -2.0), Row(1, "", "", "loss_eval_mode", -2.0)]
-    found = [[finding.message for finding in diagnose([rows[0], rows[1]._replace(value=x)])] for x in (-2.0, -1.0)]
-    assert [any("the loss is" in message for message in each) for each in found] == [False, True]
 
 
 def test_a_copy_of_the_model_is_not_recorded():
@@ -131,9 +125,9 @@ def test_gradients_of_half_precision_do_not_overflow():
 
 
 class Masked(nn.Module):
-    def __init__(self):
+    def __init__(self, width=4):
         super().__init__()
-        self.norm = nn.LayerNorm(4)
+        self.norm = nn.LayerNorm(width)
 
     def forward(self, x, attention_mask=None):
         return self.norm(x)
@@ -167,54 +161,15 @@ def test_a_model_can_be_saved_while_it_is_recorded(tmp_path):
     assert not list(rows)
 
 
-def test_the_gap_of_a_model_that_replaces_its_buffers():
-    class Growing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = normkit.make("batch", 4)
-            self.register_buffer("table", torch.arange(0))
-
-        def forward(self, x):
-            self.table = torch.arange(len(x))
-            self.register_buffer("later", torch.ones(1))
-            return self.norm(x) + self.table[:, None]
-
-    model, x = Growing(), torch.randn(8, 4)
-    before = {name: t.clone() for name, t in model.named_buffers()}
-    train, evaluation = normkit.watch.train_eval_gap(model, lambda: model(x).square().mean())
-    assert train != evaluation
-    assert all(torch.equal(t, before[name]) for name, t in model.named_buffers() if name in before)
-
-
 def test_frozen_statistics_do_not_fail_at_evaluation():
     """A norm with constant statistics, as those of detectors, is judged as one without any."""
     frozen = load_torchvision().ops.FrozenBatchNorm2d(4)
     frozen.running_var.fill_(0.01)
-    model, free = nn.Sequential(nn.Conv2d(3, 4, 1), frozen), nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(1, 4))
-    free[0].load_state_dict(model[0].state_dict())
-    found = []
-    for each in (model, free):
-        with record(each, every=1) as rows:
-            for step in range(30):
-                each(torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step)))
-        assert "evaluation" not in [finding.kind for finding in diagnose(rows)]
-        found.append(advise(rows))
-    assert found[0] == found[1], "what BatchNorm's averages would be there, not the frozen ones"
-
-
-def test_norms_that_mix_in_batch_statistics_are_not_counted_among_those_without():
-    gaps = [
-        Row(1, site, norm, f"gap_{kind}", 0.9)
-        for site, norm in (("a", "switchable(alpha=0.5)"), ("b", "layer"))
-        for kind in ("batch", "quadratic")
-    ]
-    assert [line.partition(":")[0] for line in advise(gaps)] == ["b"]
-
-
-@pytest.mark.parametrize(("train", "evaluation", "found"), [(1.0, float("nan"), 1), (float("nan"), float("nan"), 0)])
-def test_a_loss_that_is_not_finite_in_training_either_is_no_fault_of_statistics(train, evaluation, found):
-    rows = [Row(9, "", "", "loss_train_mode", train), Row(9, "", "", "loss_eval_mode", evaluation)]
-    assert [finding.kind for finding in diagnose(rows)].count("train-to-eval gap") == found
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), frozen)
+    with record(model, every=1) as rows:
+        for step in range(30):
+            model(torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step)))
+    assert "evaluation" not in [finding.kind for finding in diagnose(rows)]
 
 
 def test_without_running_statistics_nothing_fails_at_evaluation():
@@ -227,3 +182,48 @@ def test_without_running_statistics_nothing_fails_at_evaluation():
         found[track] = {finding.kind for finding in diagnose(rows)}
     assert found[True] - found[False] == {"evaluation"}
     assert "tiny batches" in found[False]
+
+
+def test_masks_of_past_steps_are_freed():
+    """Also in a loop that counts the steps itself, as the Lightning callback does."""
+    model = nn.Sequential(nn.Embedding(3, 2, padding_idx=0), nn.LayerNorm(2))
+    recorder = Recorder(model, 1, "length")
+    for ids in ([[1, 0]], [[1, 2]], [[0, 0]]):
+        recorder.begin_step()
+        model(torch.tensor(ids))
+        recorder.end_forward()
+    assert [row.value for row in recorder.rows] == [1, 2, 0]
+    assert len(recorder.padding.real) == 1
+    recorder.close()
+
+
+def test_a_gradient_has_the_mask_of_its_own_forward():
+    """Two forwards come before the first backward pass."""
+    model, x, found = Masked(6), torch.randn(2, 3, 6), []
+    masks = [torch.tensor(rows) for rows in ([[1, 1, 0], [1, 0, 0]], [[1, 0, 0], [0, 0, 0]])]
+    for together in (False, True):
+        with record(model, every=1, quantities=["g_psi2"]) as rows:
+            losses = []
+            for mask in masks:
+                losses.append((model(x, mask) * torch.arange(6.0).view(2, 3, 1)).sum())
+                if not together:
+                    losses.pop().backward()
+            for loss in losses:
+                loss.backward()
+        found.append([row.value for row in rows])
+    assert found[1] == found[0]
+    assert found[0][0] != found[0][1]
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_lengths_where_time_comes_first(masked):
+    real = torch.arange(10) < torch.tensor([10, 5, 5, 4])[:, None]
+    found = []
+    for first in (True, False):
+        layer = nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=first)
+        model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        x = torch.randn(4, 10, 8) if first else torch.randn(10, 4, 8)
+        with record(model, quantities="length", every=1) as rows:
+            model(x, src_key_padding_mask=~real if masked else None)
+        found.append({row.value for row in rows if row.quantity == "length"})
+    assert found == [{6.0}, {6.0}] if masked else [{10.0}, {10.0}]

@@ -61,8 +61,7 @@ CASES = {  # message of the error: call
     "quantities must be names of quantities, default or all; got 3": lambda: watch.Recorder(layers(), quantities=3),
     f"{ROWS} NoneType": lambda: watch.Recording(None),
     f"{ROWS} int": lambda: nk.diagnose(3),
-    r"train_eval_gap\(\) takes an nn\.Module; got str": lambda: watch.train_eval_gap("m", lambda: 0.0),
-    "loss must be a function without arguments .* got None": lambda: watch.train_eval_gap(un(), None),
+    "loss must be a module, a function without arguments, or None; got 3": lambda: watch.Recorder(layers(), loss=3),
 }
 
 

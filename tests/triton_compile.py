@@ -22,15 +22,16 @@ import normkit
 from normkit.kernels.rule import find_kernel_rule
 from normkit.kernels.triton import columns as channels
 from normkit.kernels.triton import launch as launches
-from normkit.kernels.triton import plans, rows, rules
+from normkit.kernels.triton import plans, rows
 from normkit.kernels.triton.launch import column_launch, row_launch
 
-INTEGERS = {"rows", "width", "groups", "channels", "programs", "x_stride", "dy_stride", "shares", "blocks", "size",
-            "warmup"}  # fmt: skip
-NUMBERS = {"eps", "rate", "floor"}
-COUNTERS = {"STEP", "NEXT", "SKIPPED", "FILTERED"}
-FLAGS = {"MASK", "OUTLIER"}
+INTEGERS = {"rows", "width", "channels", "programs", "x_stride", "dy_stride"}
+FLAGS = {"MASK"}
 ACTIVATIONS = {"X", "Y", "DY", "DX", "W", "B", "FACTOR", "OUT", "MORE", "MORE_OUT"}  # of the type of x; others float32
+PLANS = (
+    ("un(outlier_filtration=True)", torch.bfloat16, True), ("un", torch.float32, False),
+    ("batch", torch.float32, False), ("power(groups=0)", torch.float16, False),
+)  # fmt: skip
 
 
 def cases():
@@ -47,36 +48,13 @@ def cases():
     for none in (set(), {"MORE", "MORE_OUT"}):
         yield launches.add_partials, none, {}, down._replace(tile=64, block=32)
     for center in (True, False):
-        none = set() if center else {"SUM"}
-        given = {"CENTER": center}
-        yield channels.column_forward, none | {"Y", "MEAN", "VAR", "W", "B"}, given, down
-        yield channels.column_forward, none, given, down
-        yield channels.column_forward, none | {"W", "B", "FINITE", "STEP", "NEXT"}, given, down
+        none, given = set() if center else {"SUM"}, {"CENTER": center}
+        rule, moved = {"FINITE", "STEP", "NEXT"}, {"Y", "MEAN", "VAR", "W", "B"}  # unused in launches by Python
+        yield channels.column_forward, none | rule | moved, given, down
+        yield channels.column_forward, rule | {"MASK", "MEAN", "VAR", "SUM", "SQUARE", "COUNT"}, given, down
         yield channels.merge_moments, none, given, down._replace(tile=64, block=32)
-        yield channels.column_backward, {"DX", "REMOVED", "FACTOR"}, {**given, "REAL": True}, down
-        yield channels.column_backward, {"SUMS"}, {**given, "REAL": False}, down
-        yield channels.column_backward, set(), {**given, "REAL": True}, down
-    across = down._replace(tile=64, block=32)
-    filters = {"EXCESS", "FILTERED", "OUTLIER"}
-    every = {"SUM", "WINDOW", "SAVED_GRAD", "SAVED_GAMMA", "SMOOTH_GRAD"} | filters
-    for rule, used in (
-        ("batch", {"SUM"}), ("running", {"SAVED_GRAD", "SAVED_GAMMA", "SMOOTH_GRAD"}), ("geometric", {"WINDOW"}),
-        ("geometric", {"WINDOW"} | filters),
-    ):  # fmt: skip
-        options = {"RULE": rule, "CENTER": "SUM" in used, "UNBIASED": rule == "batch"}
-        yield rules.train_rule, every - used, options, across
-    ones = dict.fromkeys(("programs", "shares", "blocks", "size", "warmup"), 1)  # Triton makes them constants
-    options = {"CENTER": False, "UNBIASED": False, "RULE": "geometric", **ones}
-    yield rules.train_rule, every - {"WINDOW"} - filters, options, across._replace(tile=1)
-    yield rules.window_excess, {"SUM"}, {"CENTER": False}, across
-    every = {"FINITE", "SAVED_GRAD", "SAVED_GAMMA", "OUTLIER", "WINDOW_GRAD", "SMOOTH_GRAD"}
-    for rule, used in (
-        ("exact", set()),
-        ("running", every - {"WINDOW_GRAD", "OUTLIER"}),
-        ("windowed", {"FINITE", "WINDOW_GRAD", "SMOOTH_GRAD", "OUTLIER"}),
-    ):
-        options = {"RULE": rule, "EXACT": True, "CLAMP": True, "CENTER": rule == "exact", "REAL": rule != "exact"}
-        yield rules.grad_rule, every - used, options, across
+        yield channels.column_backward, {"FINITE", "DX", "VAR", "REMOVED", "FACTOR"}, {**given, "REAL": True}, down
+        yield channels.column_backward, {"FINITE", "VAR", "SUMS"}, {**given, "REAL": False}, down
 
 
 def compile_one(kernel, none, constants, launch, dtype, capability):
@@ -91,10 +69,8 @@ def compile_one(kernel, none, constants, launch, dtype, capability):
             constexprs[name] = constants[name]
         elif name in INTEGERS:
             signature[name] = "i32"
-        elif name in NUMBERS:
+        elif name == "eps":
             signature[name] = "fp32"
-        elif name in COUNTERS:
-            signature[name] = "*i64"
         else:
             signature[name] = "*u8" if name in FLAGS else f"*{dtype}" if name in ACTIVATIONS else "*fp32"
     signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
@@ -106,8 +82,10 @@ def compile_one(kernel, none, constants, launch, dtype, capability):
 
 
 def compile_plans(capability):
-    """Yield all kernels of some plans, as `plans.compiled` has them made for a device."""
+    """Compile all kernels of some plans, as `plans.compiled` has them made for a device."""
     found = []
+    for cache in (plans.kernels, plans.compiled):
+        cache.cache_clear()
 
     def keep(made):
         made.function = 1
@@ -119,15 +97,12 @@ def compile_plans(capability):
         mock.patch("torch.cuda.device", return_value=contextlib.nullcontext()),
         mock.patch("triton.compiler.CompiledKernel._init_handles", keep),
     ):
-        for spec, dtype, masked in (
-            ("un(outlier_filtration=True)", torch.bfloat16, True), ("batch", torch.float32, False),
-            ("power(groups=0)", torch.float16, False),
-        ):  # fmt: skip
+        for spec, dtype, masked in PLANS if capability == 90 else PLANS[:1]:  # the first has every kernel
             norm, x = normkit.make(spec, 512), torch.empty(4096, 512, dtype=dtype)
             mask = torch.ones(4096, dtype=torch.bool) if masked else None
             rule = find_kernel_rule(norm, norm.state())
             form = plans.form(norm, rule, x, mask, "power" in spec, 16, 64)._replace(device=0)
-            assert len(plans.kernels(form)) == 3 * 8
+            assert len(plans.kernels(form)) == 3 * 8  # function, warps and shared memory of each
     return found
 
 
@@ -148,11 +123,10 @@ def usage(made):
 
 if __name__ == "__main__":
     targets = [int(word) for word in sys.argv[1:]]
-    every = list(enumerate(cases()))  # the two types of numbers by turns
-    last = {case[0].__name__: (number, case) for number, case in every}  # of each kernel, one that uses most of it
-    out = [
+    alone = [
         compile_one(*case, ("bf16", "fp32")[number % 2], capability)
         for capability in targets
-        for number, case in (every if capability == 90 else last.values())
+        for number, case in enumerate(cases())  # the two types of numbers by turns
+        if capability == 90 or number % 3 == 0
     ]
-    print(json.dumps(out + compile_plans(90)))
+    print(json.dumps(alone + [row for capability in targets for row in compile_plans(capability)]))

@@ -290,9 +290,7 @@ def _through(source: Lazy, parts: list[Stored], edit: Edit) -> dict[str, Edit]:
 
 def _write(checkpoint: Checkpoint, out: Path, changes: dict[str, Edit], added: dict[str, Stored], untied: bool) -> None:
     """Write the weights and all other files of a checkpoint."""
-    for file in sorted(checkpoint.path.iterdir()):
-        if file.is_file() and not any(file.match(pattern) for pattern in NOT_COPIED):
-            shutil.copyfile(file, out / file.name)
+    copy_small_files(checkpoint.path, out)
     shards = {name: {stored.name: stored for stored in shard} for name, shard in checkpoint.shards.items()}
     shards[[*shards][-1]] |= added
     for name, shard in shards.items():
@@ -313,6 +311,21 @@ def _write(checkpoint: Checkpoint, out: Path, changes: dict[str, Edit], added: d
         shutil.copyfile(checkpoint.path / "config.json", out / "config.json")
 
 
+def copy_small_files(path: Path, out: Path) -> None:
+    """Copy what a folder has beside config and weights: tokenizer, chat template, parts of sentence-transformers.
+
+    Of the folders inside, those that `modules.json` names are copied, with their weights.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for file in sorted(path.iterdir()):
+        if file.is_file() and not any(file.match(pattern) for pattern in NOT_COPIED):
+            shutil.copyfile(file, out / file.name)
+    if (modules := path / "modules.json").is_file():
+        for name in (module["path"] for module in json.loads(modules.read_text(encoding="utf8"))):
+            if name and Path(name).name == name and (path / name).is_dir():
+                shutil.copytree(path / name, out / name, dirs_exist_ok=True)
+
+
 def _write_shard(file: Path, shard: dict[str, Stored], changes: dict[str, Edit], metadata: dict[str, str]) -> None:
     """Write tensors as safetensors, in blocks."""
     header: dict[str, Any] = {"__metadata__": metadata}
@@ -331,7 +344,7 @@ def _write_shard(file: Path, shard: dict[str, Stored], changes: dict[str, Edit],
 
 def _rounded(values: Tensor, old: Tensor, name: str) -> Tensor:
     new = values.to(old.dtype)
-    if bool((~new.isfinite() & old.isfinite()).any()):
+    if not bool(new.sum().isfinite()) and bool((~new.isfinite() & old.isfinite()).any()):
         raise RuntimeError(f"{name}: a changed weight exceeds what {old.dtype} holds; save the model in float32 first")
     return new
 

@@ -2,23 +2,17 @@
 
 import inspect
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from normkit.fold import audit, fold
-from normkit.fold.checkpoints import Checkpoint, doubtful_gains, fold_checkpoint
+from normkit.fold.checkpoints import Checkpoint, copy_small_files, doubtful_gains, fold_checkpoint
 from normkit.fold.report import Audit, Report
 from normkit.models import find
 from normkit.models.huggingface import load_pretrained, read_config, save_pretrained
 from normkit.models.model_changes import KEY
-
-INPUT_FILES = (
-    "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.spm",
-    "chat_template.*", "*processor_config.json",
-)  # fmt: skip
 
 
 def example_for(model: Any) -> dict[str, Any]:
@@ -84,7 +78,7 @@ def fold_dir(path: Path | str, out: Path | str, untie: bool = False) -> Report:
     model = load_pretrained(path)
     folded, report = fold(model, untie=untie, **example_for(model))
     save_pretrained(folded, out)
-    copy_input_files(path, out)
+    copy_small_files(path, out)
     return report
 
 
@@ -95,12 +89,6 @@ def open_plain(path: Path) -> Checkpoint | None:
     checkpoint = Checkpoint(path)
     offline = any(found.running is not None for found in find(checkpoint.model).values())
     return None if offline else checkpoint
-
-
-def copy_input_files(path: Path, out: Path) -> None:
-    """Copy the files of tokenizer, chat template and image processor to another folder."""
-    for file in (file for pattern in INPUT_FILES for file in path.glob(pattern) if file.is_file()):
-        shutil.copyfile(file, out / file.name)
 
 
 def is_pretrained_dir(path: Path) -> bool:

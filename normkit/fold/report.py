@@ -126,13 +126,15 @@ class Report(Audit):
     `max_error` is the largest error in float64, relative to the largest output, `native_error` that of the returned
     model in its own type: inf where rounding changes whole numbers or shapes in the output, such as predicted classes.
     `largest_factor` is the largest number that any weight was multiplied by. `spread` is the largest range of a channel
-    on a residual stream over that of the median channel there.
+    on a residual stream over that of the median channel there. `eps_error` is the largest error in float64 after the
+    norms went that others cancel up to eps.
     """
 
     max_error: float = 0.0
     native_error: float = 0.0
     largest_factor: float = 1.0
     spread: float = 1.0
+    eps_error: float = 0.0
 
     @property
     def summary(self) -> str:
@@ -140,6 +142,7 @@ class Report(Audit):
         zero = ""
         if self.max_error == 0 and any(row.into for row in self):  # rounding leaves an error where norms matter
             zero = "\nno output changed by a single bit: where layers after the norms are zero, this shows nothing"
+        zero += f"\nwithout the norms that others cancel {self.eps_error:.1e}, by eps" * bool(self.eps_error)
         return (
             f"{super().summary}\ncompared on: {'; '.join(self.tried)}\n"
             f"largest error {self.max_error:.1e} in float64, {self.native_error:.1e} in the model's own type{zero}\n"

@@ -55,7 +55,10 @@ class Edit(NamedTuple):
     def __call__(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
         """The new numbers of some rows, from their numbers."""
         read, written, summand = (t[rows] if t.dim() and len(t) > 1 else t for t in self)
-        return values.mul(read).mul_(written).add_(summand)
+        for factor in (read, written):
+            if bool((factor != 1).any()):
+                values = values * factor
+        return values + summand if bool((summand != 0).any()) else values
 
 
 @torch.no_grad()

@@ -107,11 +107,12 @@ def train_step(x: Tensor, mask: Tensor | None, rule: Rule, state: State) -> Tens
             found = state.records.find(data, lambda mask: rule.pool(kernels.moments(data, mask, rule.center)[0]))
         mask = mask if found is None else found.mask
     kernel_rule = find_kernel_rule(rule, state) if kind != "reference" else None
-    in_one_call = kernel_rule is not None and native.can_step(x, rule) and not (x.is_cuda and dispatch.is_traced())
-    known = in_one_call and found is None and rule.known_in_advance(state)
+    if kernel_rule and (not native.can_step(x, rule) or (x.is_cuda and dispatch.is_traced())):
+        kernel_rule = None
+    known = kernel_rule is not None and found is None and rule.known_in_advance(state)
     if not torch.compiler.is_compiling():
         dispatch.count(kind, "train_step on one reading" if known else "train_step")
-    if in_one_call:
+    if kernel_rule:
         plan = dispatch.load_triton().plan if kind == "triton" else None
         y, statistics = native.step(x, mask, rule, state, kernel_rule, known, plan, groups, found)
     else:

@@ -1,6 +1,7 @@
 """Check that a model can be transformed, and copy it."""
 
 import copy
+import warnings
 
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
@@ -8,10 +9,11 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_leaves
 
-from normkit._util import require_flags
+from normkit._util import listed, require_flags
 from normkit.models.hooks import share_groups
 from normkit.models.lazy import is_large, widened
 from normkit.norms import StatNorm
+from normkit.norms._warmup import WarmupNorm
 
 WRAPPERS = {  # class name: what to do instead
     "DistributedDataParallel": "transform `model.module` and wrap the result",
@@ -89,6 +91,28 @@ def norms_with_statistics(model: nn.Module, verb: str) -> dict[str, StatNorm]:
     if not norms:
         raise ValueError(f"{verb}() found no norm with running statistics; convert to 'un' or another offline norm")
     return norms
+
+
+def warn_untrained(model: nn.Module, verb: str) -> None:
+    """Warn of norms whose running statistics are initial, or from a warm-up that has not ended.
+
+    The outputs are then those of the model as it is, whatever model it was converted from. Statistics that were
+    calibrated or loaded are taken as they are.
+    """
+    initial, warming = [], []
+    for name, norm in model.named_modules():
+        if not isinstance(norm, StatNorm):
+            continue
+        end = norm.end_of_warmup(norm) if isinstance(norm, WarmupNorm) else getattr(norm, "warmup", 0)
+        if not norm.step and (norm.running[-1] == 1).all() and not norm.running[:-1].any():
+            initial.append(name)
+        elif not norm.was_set and norm.step < end:
+            warming.append(name)
+    for names, state in ((initial, "have never seen a training step"), (warming, "are still in their warm-up")):
+        if names:
+            remedy = "train longer, or call calibrate(model, batches), with like= for the model that it came from"
+            message = f"{verb}() takes running statistics of norms that {state} ({listed(names, 3)}): {remedy}"
+            warnings.warn(message, stacklevel=3)
 
 
 def copy_unless(inplace: bool, model: nn.Module) -> nn.Module:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from normkit._util import as_path, is_number, require, require_flags, require_functions
-from normkit.models.checks import check_not_meta, check_not_training, check_not_wrapped, copy_model
+from normkit.models.checks import check_not_meta, check_not_training, check_not_wrapped, copy_model, warn_untrained
 from normkit.models.difference import error
 from normkit.models.extras import needs
 from normkit.models.invoke import Call, Pick, example_call, tensors
@@ -110,6 +110,7 @@ def export(
     check_not_wrapped(model, "export")
     check_not_training(model, "export")
     check_not_meta(model, "export")
+    warn_untrained(model, "export")
     require_functions(outputs=outputs)
     require_flags(dynamic=dynamic)
     require(is_number(tolerance) and tolerance >= 0, "tolerance", tolerance, "a number of at least 0")

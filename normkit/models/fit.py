@@ -60,7 +60,7 @@ def fit_like(
             found[name] = functools.reduce(Moments.join, rows, *([found[name]] if name in found else []))
             if not found[name].usable:
                 raise ValueError(f"calibrate() found no finite activations of real tokens at {name}")
-            _solve(norms[name], found[name])
+            solve(norms[name], found[name])
             if on_progress is not None:
                 on_progress(len(found), len(norms))
             waiting |= {each: next(each, None) for each in here}
@@ -115,11 +115,12 @@ class Moments(NamedTuple):
 def set_statistics(norm: StatNorm, statistics: Tensor) -> None:
     """Set the running statistics `[k, channels]` of a norm."""
     norm.running.copy_(norm.pool(statistics))
+    norm.was_set = True
     if norm.follows_optimizer:
         norm.get_buffer("pending").zero_()  # else the optimizer's step brings back the old ones
 
 
-def _solve(norm: StatNorm, rows: Moments) -> None:
+def solve(norm: StatNorm, rows: Moments) -> None:
     """Set statistics, gain and bias from rows that a norm reads and should return."""
     variance = rows.xx / rows.count
     statistics = torch.stack([rows.x, variance] if norm.center else [variance + rows.x.square()])

@@ -22,53 +22,89 @@ from normkit.models.take_apart import GatedNorm
 
 VARIANT = "normkit"  # of the weight files: from_pretrained fails for want of any, where it would build other norms
 WEIGHTS = re.compile(r"model(\.normkit)?(-\d+-of-\d+)?\.safetensors(\.index(\.normkit)?\.json)?")  # file names
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-LOAD = '''"""Load the folded model of this folder: python -c "import load; model = load.model()". Needs no normkit."""
+STANDARD = {"identity", "affine", "LayerNorm", "RMSNorm"}  # what load.py can put in the place of a norm
+AUTO_CLASS = "load.Folded"  # in config.json, for trust_remote_code=True
+LOAD = '''"""Load the folded model of this folder: python -c "import load; model = load.model()". Needs no normkit.
+
+AutoModel and SentenceTransformer run this file with trust_remote_code=True.
+"""
+
 import pathlib
 
 import torch
-import transformers
 from torch import nn
+from transformers import ARCHITECTURE as Architecture
+
+
+class MultiplyAdd(nn.Module):
+    def __init__(self, dim, weight, bias, channel_dim):
+        super().__init__()
+        self.shape = (dim,) if channel_dim == -1 else (dim, 1, 1)
+        self.weight = nn.Parameter(torch.ones(dim)) if weight else None
+        self.bias = nn.Parameter(torch.zeros(dim)) if bias else None
+
+    def forward(self, x):
+        y = x if self.weight is None else x * self.weight.view(self.shape)
+        y = y if self.bias is None else y + self.bias.view(self.shape)
+        return y.to(x.dtype)
+
+
+def left(change):
+    if change["is"] == "affine":
+        return MultiplyAdd(change["dim"], change["weight"], change["bias"], change["channel_dim"])
+    if change["is"] == "LayerNorm":
+        affine = {"elementwise_affine": change["weight"], "bias": change["bias"]}
+        return nn.LayerNorm(change["dim"], change["eps"], **affine)
+    if change["is"] == "RMSNorm":
+        return nn.RMSNorm(change["dim"], change["eps"], change["weight"])
+    identity = nn.Identity()
+    if "weight" in change:  # of which the model reads the type
+        identity.register_buffer("weight", torch.empty(0), persistent=False)
+    return identity
+
+
+class Folded(Architecture):
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        changes = config.normkit
+        for name, change in changes["norms"].items():
+            self.set_submodule(name, left(change))
+            self.get_submodule(name)._is_hf_initialized = True
+        for name, length in changes["biases"].items():
+            owner, key = name.rsplit(".", 1)
+            setattr(self.get_submodule(owner), key, nn.Parameter(torch.zeros(length)))
+        for name in changes["buffers"]:
+            owner, key = name.rsplit(".", 1)
+            module = self.get_submodule(owner)
+            module._non_persistent_buffers_set.discard(key)
+            if isinstance(module._buffers[key], nn.Buffer):
+                module._buffers[key].persistent = True
+        for name in changes["plain"]:
+            module = self.get_submodule(name)
+            for key in list(module.parametrizations):
+                torch.nn.utils.parametrize.remove_parametrizations(module, key)
+        for name in changes["untied"]:
+            module = self.get_submodule(name)
+            module.weight = nn.Parameter(torch.empty_like(module.weight))
+            self.all_tied_weights_keys.pop(name + ".weight", None)
+
+    @classmethod
+    def from_pretrained(cls, folder, *args, **kwargs):
+        kwargs.update(variant="normkit", use_safetensors=True, output_loading_info=True)
+        model, found = super().from_pretrained(folder, *args, **kwargs)
+        if problems := [*found["missing_keys"], *found["unexpected_keys"]]:
+            raise ValueError(f"the weights do not fit: {problems}")
+        model.__class__ = Architecture
+        return model
+
+
+Folded.__name__, Folded.__module__ = Architecture.__name__, Architecture.__module__  # transformers renames weights by
 
 
 def model():
-    folder = pathlib.Path(__file__).parent
-    config = transformers.AutoConfig.from_pretrained(folder)
-    kind, changes = getattr(transformers, config.architectures[0]), config.normkit
-
-    class Folded(kind):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            for name, change in changes["norms"].items():
-                self.set_submodule(name, nn.Identity())
-                if "weight" in change:  # of which the model reads the type
-                    self.get_submodule(name).register_buffer("weight", torch.empty(0), persistent=False)
-            for name, length in changes["biases"].items():
-                owner, key = name.rsplit(".", 1)
-                setattr(self.get_submodule(owner), key, nn.Parameter(torch.zeros(length)))
-            for name in changes["buffers"]:
-                owner, key = name.rsplit(".", 1)
-                module = self.get_submodule(owner)
-                module._non_persistent_buffers_set.discard(key)
-                if isinstance(module._buffers[key], nn.Buffer):
-                    module._buffers[key].persistent = True
-            for name in changes["plain"]:
-                module = self.get_submodule(name)
-                for key in list(module.parametrizations):
-                    torch.nn.utils.parametrize.remove_parametrizations(module, key)
-            for name in changes["untied"]:
-                module = self.get_submodule(name)
-                module.weight = nn.Parameter(torch.empty_like(module.weight))
-                self.all_tied_weights_keys.pop(name + ".weight", None)
-
-    Folded.__name__, Folded.__module__ = kind.__name__, kind.__module__  # by which transformers renames weights
-    model, found = Folded.from_pretrained(
-        folder, variant="normkit", use_safetensors=True, local_files_only=True, output_loading_info=True
-    )
-    if problems := [*found["missing_keys"], *found["unexpected_keys"]]:
-        raise ValueError(f"the weights do not fit: {problems}")
-    model.__class__ = kind
-    return model
+    return Folded.from_pretrained(pathlib.Path(__file__).parent, local_files_only=True)
 '''
 
 
@@ -77,9 +113,10 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
 
     The specs of the norms go into `config.json`, statistics are among the weights. `load_pretrained` restores both.
     `from_pretrained` of transformers would build the original norms. So that it fails instead, the weight files of a
-    model that differs from its architecture are named `model.normkit.safetensors`. If all its norms have become
-    identities, it gets a `load.py`, which loads it without normkit. A model of its architecture, such as one after
-    `fold(keep_architecture=True)`, is a plain checkpoint, which needs none.
+    model that differs from its architecture are named `model.normkit.safetensors`. A folded model gets a `load.py`,
+    which loads it without normkit; `AutoModel.from_pretrained(folder, trust_remote_code=True)` runs it, and so does
+    sentence-transformers. A model of its architecture, such as one after `fold(keep_architecture=True)`, is a plain
+    checkpoint, which needs none.
 
     Args:
         model: A `PreTrainedModel`, usually after `convert`, `to_rms` or `fold`.
@@ -103,15 +140,33 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as new:  # the old files stay if the disk is full
         with quiet(import_transformers()):
             model.save_pretrained(new, variant=VARIANT if changes else None)
-        if changes and not gated and all(change["is"] == "identity" for change in changes["norms"].values()):
-            Path(new, "load.py").write_text(LOAD, encoding="utf8")
+        loads = bool(changes) and not gated and {change["is"] for change in changes["norms"].values()} <= STANDARD
+        _set_auto_class(Path(new, "config.json"), loads)
+        if loads:
+            Path(new, "load.py").write_text(LOAD.replace("ARCHITECTURE", type(model).__name__), encoding="utf8")
         replaced = [file for file in folder.glob("model*") if WEIGHTS.fullmatch(file.name)]
         if (script := folder / "load.py").is_file() and script.read_text("utf8").startswith(LOAD.splitlines()[0]):
-            replaced.append(script)  # it would put nothing in the place of all norms of this model
+            replaced.append(script)  # of the model before
         for file in replaced:
             file.unlink()
         for file in sorted(Path(new).iterdir()):  # weights last: without them nothing loads
             file.replace(folder / file.name)
+
+
+def _set_auto_class(path: Path, loads: bool) -> None:
+    """Name `load.py` in a `config.json` for the auto classes of the architecture, or remove its name."""
+    config = json.loads(path.read_text(encoding="utf8"))
+    config.pop("auto_map", None)
+    if loads:
+        kind, architecture = config["model_type"], config["architectures"][0]
+        autos = vars(importlib.import_module("transformers.models.auto.modeling_auto")).items()
+        found = []
+        for name, auto in autos:
+            if name.startswith("AutoModel") and getattr(auto, "_model_mapping", None) is not None:
+                names = auto._model_mapping._model_mapping.get(kind, ())
+                found += [name] * (architecture in ([names] if isinstance(names, str) else names))
+        config["auto_map"] = dict.fromkeys(found, AUTO_CLASS)
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf8")
 
 
 def load_pretrained(folder: Path | str) -> Any:
@@ -179,7 +234,8 @@ def transformers_class(path: Path, config: Mapping[str, Any]) -> tuple[Any, Any]
 def read_config(path: Path) -> dict[str, Any]:
     """Read the configuration of a folder; a ValueError if the folder cannot be loaded by it."""
     if not path.is_dir():
-        raise ValueError(f"{path} is no folder; load models of the Hub by their class's from_pretrained")
+        get = f"; get a model of the Hub as a folder: hf download {path} --local-dir {path.name}"
+        raise ValueError(f"{path} is no folder{get if HUB_NAME.fullmatch(path.as_posix()) else ''}")
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} holds no config.json; a model of Hugging Face is a folder with config and weights")
     try:
@@ -188,7 +244,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}/config.json is cut short or not JSON: {error}") from None
     if not isinstance(config, dict) or not config.get("architectures"):
         raise ValueError(f"{path}/config.json names no architecture")
-    if config.get("auto_map"):
+    if config.get("auto_map") and not (KEY in config and {*config["auto_map"].values()} == {AUTO_CLASS}):
         raise ValueError(f"{path} brings its own code ({', '.join(config['auto_map'].values())}), which is not run")
     if config.get("quantization_config"):
         raise ValueError(f"{path} holds quantized weights; fold the model first, then quantize it")

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 SMALL = 1 << 16  # elements up to which a tensor is held: norms, biases
-BLOCK = 1 << 20  # elements that are read at once where an operation can use a weight in parts: 8 MB in float64
+BLOCK = 1 << 17  # elements that are read at once where an operation can use a weight in parts: 1 MB in float64, a cache
 SAME = {aten.alias, aten.detach, aten.lift_fresh, aten.clone}
 DEFERRED = SAME | {
     aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.expand, aten.permute, aten.transpose, aten.t,

@@ -98,12 +98,13 @@ class StatNorm(StatefulNorm):
         return ops.group_rms(x, self.eps, self.groups) if self.groups else x
 
     def _affine(self) -> tuple[Tensor, Tensor]:
-        scale = torch.rsqrt(self.running[-1] + self.eps)
-        scale = scale if self.weight is None else scale * self.weight
+        running, weight, bias = self.running, self.weight, self.bias
+        scale = torch.rsqrt(running[-1] + self.eps)
+        scale = scale if weight is None else scale * weight
         if self.center:
-            shift = -self.running[0] * scale
-            return scale, shift if self.bias is None else shift + self.bias
-        return scale, torch.zeros_like(scale) if self.bias is None else self.bias.expand_as(scale)
+            shift = -running[0] * scale
+            return scale, shift if bias is None else shift + bias
+        return scale, torch.zeros_like(scale) if bias is None else bias.expand_as(scale)
 
     def split(self) -> Split:
         """Return `Split(identity, scale, shift)`, from the running statistics."""

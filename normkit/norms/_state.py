@@ -41,6 +41,7 @@ class StatefulNorm(Norm, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[re
     processes: ClassVar[Groups] = ()  # over which a batch is sharded; see `_inputs.normalize_sharded`
 
     sync: bool | Processes = False
+    was_set = False  # running statistics were calibrated or loaded since the norm was made
 
     def build(self) -> None:
         """Create parameters and buffers, from the options in `self`."""
@@ -123,6 +124,7 @@ class StatefulNorm(Norm, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[re
         for name, buffer in self.named_buffers(recurse=False):
             if name != "running":
                 buffer.zero_()
+        self.was_set = False
         self._reset_counters()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -139,6 +141,7 @@ class StatefulNorm(Norm, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[re
         if (step := state_dict.get(f"{prefix}step")) is not None and not all(name in state_dict for name in windows):
             state_dict[f"{prefix}step"] = torch.zeros_like(step)  # empty windows are filled in a warm-up
         nn.Module._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
+        self.was_set = True
         self._reset_counters()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """FixNorm (Nguyen & Salazar 2019, arXiv:1910.05895, section 2.3 and Eq. 6)."""
 
+import gc
+
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -29,11 +31,12 @@ class FixNorm(nn.Module):
         return weight / length.masked_fill(length <= self.eps, torch.inf)
 
 
-def fix_embedding(embedding: nn.Embedding, *, init: float | None = 0.01) -> nn.Embedding:
+def fix_embedding(embedding: nn.Embedding, *tied: nn.Module, init: float | None = 0.01) -> nn.Embedding:
     """Give an embedding FixNorm, in place: `embedding.weight` then has rows of length one.
 
     Args:
         embedding: A plain `nn.Embedding`.
+        *tied: All other modules with the same weight, such as a tied output layer. They get FixNorm, too.
         init: Draw the matrix from U(-init, init), 0.01 as in the authors' code; None keeps it. Padding stays zero.
 
     Returns:
@@ -41,7 +44,8 @@ def fix_embedding(embedding: nn.Embedding, *, init: float | None = 0.01) -> nn.E
 
     Raises:
         TypeError: if it is no `nn.Embedding`.
-        ValueError: if its weight is parametrized already, its gradients are sparse, or it has a `max_norm`.
+        ValueError: if its weight is parametrized already, its gradients are sparse, it has a `max_norm`, a module of
+            `tied` has another weight, or one that is not named has this weight: it would keep the raw rows.
 
     >>> fix_embedding(nn.Embedding(5, 4)).weight.norm(dim=1).round(decimals=4).tolist()
     [1.0, 1.0, 1.0, 1.0, 1.0]
@@ -53,9 +57,20 @@ def fix_embedding(embedding: nn.Embedding, *, init: float | None = 0.01) -> nn.E
     if embedding.sparse or embedding.max_norm is not None:
         raise ValueError("FixNorm has dense gradients and rows of length one: no sparse=True, no max_norm")
     require(init is None or (is_number(init) and init > 0), "init", init, "a number above 0 or None")
+    holders = [module for module in _modules() if any(p is embedding.weight for p in module._parameters.values())]
+    if left := [module for module in holders if module not in (embedding, *tied)]:
+        raise ValueError(f"{type(left[0]).__name__} has the embedding's weight, too; call fix_embedding(embedding, it)")
+    if other := [module for module in tied if module not in holders]:
+        raise ValueError(f"{type(other[0]).__name__} has another weight than the embedding; give tied modules alone")
     if init is not None:
         nn.init.uniform_(embedding.weight, -init, init)
         if embedding.padding_idx is not None:
             embedding.weight.data[embedding.padding_idx].zero_()
-    parametrize.register_parametrization(embedding, "weight", FixNorm())
+    for module in dict.fromkeys((embedding, *tied)):
+        parametrize.register_parametrization(module, "weight", FixNorm())
     return embedding
+
+
+def _modules() -> list[nn.Module]:
+    """Return all modules of the program, for an embedding does not know the model around it."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and "_parameters" in vars(thing)]

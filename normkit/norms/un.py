@@ -111,7 +111,9 @@ class UN(WarmupNorm):
         if self.compensate or (self.outlier_filtration and self.threshold == "channel"):
             return None
         rate, rate_grad = 1 - self.alpha, 1 - (self.alpha if self.alpha_bkw is None else self.alpha_bkw)
-        warmup = self.kernel_warmup(state) | ({} if self.window > 1 else {"warmup": NEVER})
+        warmup = self.kernel_warmup(state)
+        if self.window == 1:
+            warmup["warmup"] = NEVER
         return KernelRule(
             "geometric", "windowed", rate, rate_grad, floor=self.floor, exact_early=self.warmup_grad == "exact",
             window=state.window_x, window_grad=state.window_g, smooth_grad=state.psi,

@@ -1,7 +1,8 @@
 """Samples: statistics gathered at a norm in one step, and their evaluation."""
 
+import math
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,14 +12,15 @@ from normkit.kernels.rule import NOTICE, usable
 from normkit.norms import PowerNorm, StatNorm
 from normkit.norms._warmup import WarmupNorm
 from normkit.norms.un import UN
-from normkit.watch.length import LengthShare, batch_lengths
 from normkit.watch.quantities import QUARTILES, Quantity
-from normkit.watch.rows import Waiting
+from normkit.watch.row_files import Waiting
 from normkit.watch.sites import Site
 
 Fields = dict[str, Tensor]
 Moments = tuple[Tensor, Tensor, Tensor]  # mean and variance `[C]` of the real rows of an input, and their count
 WINDOW = 32  # samples of which the normality of a channel is tested
+FORGET = 0.98  # weight of the past: about the last 50 samples count
+LEAST = 3  # samples from which on there is a share
 
 
 class Sample(NamedTuple):
@@ -27,10 +29,6 @@ class Sample(NamedTuple):
     step: int
     site: Site
     fields: Fields
-
-
-STATE = {"running": "running", "looks": "samples", "rings": "rings", "channels": "channels", "seen": "counts"}
-"""Attribute of `Memory` by its name in checkpoints."""
 
 
 class Memory:
@@ -44,6 +42,7 @@ class Memory:
         self.rings: dict[str, Tensor] = {}  # side -> [WINDOW, C], where windows are recorded
         self.channels: dict[str, list[Tensor]] = {"x": [], "g": []}  # side -> last values of one channel
         self.counts = {"x": 0, "g": 0}
+        self.zero: Tensor | None = None  # [C], channels that were zero in all samples
         self.share = LengthShare()
 
     def average(self, batch: Fields, count: Tensor) -> Fields:
@@ -56,6 +55,13 @@ class Memory:
         self.running = torch.where(usable(new, count), torch.where(old.isnan(), new, old.lerp(new, weight)), old)
         self.samples += 1
         return {f"running_{name}": value for name, value in zip(batch, old, strict=True)} if self.samples > 1 else {}
+
+    def always_zero(self, quadratic: Tensor, count: Tensor) -> Tensor:
+        """The number of channels whose mean square `quadratic [C]` has been zero in all samples."""
+        if self.zero is None or self.zero.shape != quadratic.shape:
+            self.zero = torch.ones_like(quadratic, dtype=torch.bool)
+        self.zero = self.zero & ((quadratic == 0) | (count == 0))
+        return self.zero.sum()
 
     def windows(self, side: str, value: Tensor, needs: Collection[str], last: int) -> Fields:
         """Store `value [C]`, of inputs ("x") or gradients ("g"), for the windows that are needed.
@@ -79,13 +85,65 @@ class Memory:
 
     def state(self) -> dict[str, object]:
         """The state for a checkpoint."""
-        return {**{name: getattr(self, attribute) for name, attribute in STATE.items()}, "share": vars(self.share)}
+        return {**vars(self), "share": dict(vars(self.share))}
 
-    def load(self, state: Mapping[str, object]) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         """Restore from a checkpoint."""
-        for name, attribute in STATE.items():
-            setattr(self, attribute, state[name])
-        vars(self.share).update(state.get("share", {}))  # type: ignore[call-overload]
+        vars(self).update({**state, "share": self.share})
+        vars(self.share).update(state["share"])
+
+
+class LengthShare:
+    """Regression of a norm's batch statistics on the batch length, over the samples of a run.
+
+    It compares each sample with the one before, so that the drift of training cancels. The share is adjusted for
+    chance, 0 on average if statistics and lengths are independent, and is 0 where all batches have one length.
+
+    >>> share = LengthShare()
+    >>> for number in range(50):
+    ...     length, other = torch.tensor([float(number % 5)]), torch.tensor([float(number % 2)])
+    ...     found = share.add(length, length * 3, other)
+    >>> found.round(decimals=1).tolist()
+    [1.0, 0.0]
+    """
+
+    def __init__(self) -> None:
+        self.last: Tensor | None = None  # [1 + C + ...]: the length, then all statistics
+        self.sums = torch.zeros(2, 1)  # of (change of length) * change, and of change ** 2
+        self.count = 0.0
+
+    def add(self, length: Tensor, *statistics: Tensor) -> Tensor | None:
+        """Add a sample; return the share of each of `statistics`, None if there are too few."""
+        new = torch.cat([length.reshape(1).to(statistics[0]), *statistics])
+        if self.last is None:
+            self.last, self.sums = new, new.new_zeros(2, len(new))
+            return None
+        change = new - self.last
+        finite = torch.isfinite(change).all()
+        added = torch.stack([change[0] * change, change.square()])
+        self.sums = FORGET * self.sums + torch.where(finite, added, 0)
+        self.last = torch.where(torch.isfinite(new).all(), new, self.last)
+        self.count = FORGET * self.count + 1
+        if self.count < LEAST - 1:
+            return None
+        tiny = torch.finfo(new.dtype).tiny
+        products, squares = (part[1:].split([len(each) for each in statistics]) for part in self.sums)
+        explained = torch.stack([part.square().sum() for part in products]) / self.sums[0, 0].clamp(min=tiny)
+        share = explained / torch.stack([part.sum() for part in squares]).clamp(min=tiny)
+        return (1 - (1 - share) * self.count / (self.count - 1)).clamp(min=0)
+
+
+def batch_lengths(mask: Tensor | None, shape: torch.Size, like: Tensor, axis: int = 0) -> tuple[Tensor, Tensor]:
+    """Return mean and deviation of the real tokens per sequence along `axis` of `shape`.
+
+    >>> [each.item() for each in batch_lengths(torch.tensor([[1, 1, 1], [1, 0, 0]]), torch.Size([2, 3]), torch.ones(1))]
+    [2.0, 1.0]
+    """
+    axis = min(axis, max(len(shape) - 1, 0))
+    if mask is None:
+        return like.new_full((), math.prod([*shape[:axis], *shape[axis + 1 :]])), like.new_zeros(())
+    lengths = torch.atleast_1d(mask).movedim(axis, 0).reshape(*shape[axis : axis + 1], -1).sum(-1).to(like)
+    return lengths.mean(), lengths.std(correction=0)
 
 
 def moments(x: Tensor, mask: Tensor | None, module: object) -> Moments:
@@ -99,6 +157,9 @@ def moments(x: Tensor, mask: Tensor | None, module: object) -> Moments:
 def gather(site: Site, memory: Memory, x: Tensor, mask: Tensor | None, real: Tensor | None) -> Fields:
     """Gather statistics of an input `x[..., C]` of a norm, and the norm's own state."""
     module, own = site.module, site.running()
+    half = x.dtype is torch.float16 or (
+        torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) is torch.float16
+    )
     if isinstance(module, StatNorm):
         x = module.rest(x)
     x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -114,19 +175,91 @@ def gather(site: Site, memory: Memory, x: Tensor, mask: Tensor | None, real: Ten
     kept = x if mask is None else torch.where(mask[..., None], x, 0)
     low, high = torch.aminmax(kept)
     fields["largest"] = torch.maximum(-low, high)
+    if half:
+        fields["infinite"] = torch.isinf(kept).sum()
     fields["count"] = count
+    fields["zero"] = memory.always_zero(batch["quadratic"], count)
     energy = kept.square().mean(-1)
     rows = energy.numel() if mask is None else mask.sum().clamp(min=1)  # `count` may be of all processes
     fields["token_share"] = energy.sum().square() / energy.square().sum() / rows
-    real = mask if real is None else real
-    if real is not None:
-        padded = ~real if mask is None else mask & ~real
+    typical = energy if mask is None else torch.where(mask, energy, torch.nan)
+    fields["typical_token"] = typical.nanmedian() / (energy.sum() / rows)
+    if (alike := similarity(x, tokens, site.batch_axis)) is not None:
+        fields["similarity"] = alike
+    if tokens is not None:
+        padded = ~tokens if mask is None else mask & ~tokens
         fields["padding"] = padded.sum() / rows
     if site.weight is not None:
         fields["weight"] = site.weight.to(x.dtype, copy=True)  # evaluated after the optimizer's step
     if isinstance(module, StatNorm):
         fields |= _state(module, fields)
     return fields
+
+
+def similarity(x: Tensor, mask: Tensor | None, axis: int = 0) -> Tensor | None:
+    """Return the mean cosine between two tokens of one sequence of `x[..., C]`; None without sequences.
+
+    Args:
+        x: An input of a norm.
+        mask: True for real tokens, `x.shape[:-1]`.
+        axis: The axis of the sequences in a batch.
+
+    >>> similarity(torch.tensor([[[1.0, 0.0], [2.0, 0.0]], [[1.0, 0.0], [0.0, 3.0]]]), None)
+    tensor(0.5000)
+    """
+    if x.dim() < 3 or not x.numel():
+        return None
+    x = x.movedim(axis, 0).flatten(1, -2)
+    units = torch.nn.functional.normalize(x, dim=-1)
+    real = torch.ones_like(x[..., 0], dtype=torch.bool) if mask is None else mask.movedim(axis, 0).flatten(1)
+    count = real.sum(1)
+    total = torch.where(real[..., None], units, 0).sum(1).square().sum(-1)  # each token with itself gives 1
+    cosine, several = (total - count) / (count * (count - 1)).clamp(min=1), count > 1
+    return torch.where(several, cosine, 0).sum() / several.sum()  # nan if no sequence has two tokens
+
+
+class LossMeter:
+    """Mean loss of the steps since the last sample, and the loss of the best constant prediction.
+
+    >>> meter = LossMeter()
+    >>> meter.add(2.0)
+    >>> meter.add(1.0)
+    >>> meter.add_targets(torch.tensor([0, 0, 1, 1]), 3)
+    >>> {name: round(value.item(), 3) for name, value in meter.take().items()}
+    {'loss': 1.5, 'constant_loss': 0.693}
+    """
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+        self.count = 0
+        self.frequencies: Tensor | None = None  # [classes], of all targets so far
+        self.smoothing = 0.0
+
+    def add(self, loss: Tensor | float) -> None:
+        """Add the loss of a step."""
+        loss = torch.as_tensor(loss).detach().float().mean()
+        self.total = loss if self.total is None else self.total.to(loss.device) + loss
+        self.count += 1
+
+    def add_targets(self, targets: Tensor, classes: int, ignored: int = -100, smoothing: float = 0.0) -> None:
+        """Count the classes that the loss compares predictions with."""
+        targets = targets.detach().flatten()
+        real = (targets != ignored) & (targets >= 0) & (targets < classes)
+        old = targets.new_zeros(classes, dtype=torch.float32) if self.frequencies is None else self.frequencies
+        self.frequencies = old.to(targets.device).index_add(0, torch.where(real, targets, 0).long(), real.float())
+        self.smoothing = smoothing
+
+    def take(self) -> Fields:
+        """Return the mean loss since the last time; empty without one."""
+        if self.total is None:
+            return {}
+        fields, self.total = {"loss": self.total / self.count}, None
+        self.count = 0
+        if self.frequencies is not None:
+            share = self.frequencies / self.frequencies.sum().clamp(min=1)
+            share = torch.lerp(share, torch.full_like(share, 1 / len(share)), self.smoothing)
+            fields["constant_loss"] = torch.special.entr(share).sum()
+        return fields
 
 
 def _state(norm: StatNorm, fields: Fields) -> Fields:

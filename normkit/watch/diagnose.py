@@ -1,12 +1,14 @@
-"""Diagnosis of a training run: the table of checks, and the findings of a recording."""
+"""Diagnosis of a training run: checks of its rows, their thresholds, and the findings."""
 
-from collections.abc import Iterable, Sequence
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import normkit.watch.faults as faults
 from normkit.norms import PowerNorm
-from normkit.watch.faults import LIMITS, NOT_CHECKED, Check, Finding, by_site
 from normkit.watch.recording import Recording, Row, Series, as_recording
-from normkit.watch.row_names import (
+from normkit.watch.sites import (
     UNTRACKED,
     format_sites,
     freezes_quadratic_means,
@@ -16,15 +18,349 @@ from normkit.watch.row_names import (
     warms_up,
 )
 
+NOT_CHECKED = "not checked"  # kind of a finding that names checks for which the rows do not suffice
+LEAST_BATCHES = 10  # sampled batches from which on lengths are compared
+
+
+class Threshold(NamedTuple):
+    """A number that a rule compares with, and its meaning."""
+
+    value: float
+    meaning: str
+
+
+THRESHOLDS: dict[str, Threshold] = {
+    "fall": Threshold(0.02, "share of the loss by which it has to fall: from the first steps, or while it is high"),
+    "constant": Threshold(0.95, "loss over that of the best constant prediction, above which nothing was learned"),
+    "similarity": Threshold(0.985, "mean cosine between tokens of a sequence, above which they have collapsed"),
+    "growth": Threshold(30.0, "rms of a norm's input over the first norm's or over its start, both at least 1"),
+    "largest": Threshold(6e4, "largest magnitude, near where float16 ends (65504)"),
+    "spike": Threshold(20.0, "gradient norm over its median"),
+    "dead": Threshold(0.05, "share of dead channels"),
+    "typical_token": Threshold(0.02, "median over mean of the tokens' mean squares, below which a few tokens decide"),
+    "token_share": Threshold(0.2, "share of tokens that the mean square averages over, below which a few decide it"),
+    "padding": Threshold(0.01, "share of padding among the rows of a norm with batch statistics"),
+    "tokens": Threshold(32, "rows of a batch below which its statistics are mostly chance"),
+    "steps": Threshold(20, "steps before which running statistics still show their initial values: no gap is judged"),
+    "gap": Threshold(0.25, "gap at evaluation, of the output's own size, above which frozen batch statistics fail"),
+    "gap_holds": Threshold(0.15, "gap up to which a norm by quadratic means holds"),
+    "length_share": Threshold(0.2, "share of the variance between batches that batch length explains"),
+    "target_share": Threshold(0.05, "share of target lengths, given source lengths, that differs between batches"),
+    "filtered_rate": Threshold(0.5, "share of steps that outlier filtration drops, above which UN is PN-V"),
+    "Gamma": Threshold(1.0, "Gamma over its bound, above which nu grows"),
+    "nu": Threshold(1e3, "growth of ||nu|| over its median, which is divergence"),
+}
+
+LIMITS = {name: threshold.value for name, threshold in THRESHOLDS.items()}
+RECORD = 'record them: nk.record(model, quantities="default"), or papers train --quantities default'
 OFTEN = "record more often (every=, --record-every), or train longer"
+LOSS = "record it: nk.record(model, loss=criterion) or loss=lambda: loss"
 MASK = (
     "record padding: give the model a norm with a mask, an embedding with padding_idx, or an argument named"
     " attention_mask or ..._padding_mask; a model without padding does not need this check"
 )
-TWO_LOSSES = (
-    "papers train measures it where its task scores both ways; after a loop of your own add rows of"
-    " normkit.watch.train_eval_gap(model, loss), quantities loss_train_mode and loss_eval_mode"
-)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault of a run, or (kind "not checked") checks for which the rows do not suffice.
+
+    Attributes:
+        kind: Name of the fault.
+        where: Sites concerned; "" is the whole model.
+        message: The observation in a sentence, with its numbers.
+        evidence: The numbers by site or name.
+        advice: The remedy; may be empty.
+    """
+
+    kind: str
+    where: tuple[str, ...]
+    message: str
+    evidence: Mapping[str, float]
+    advice: str = ""
+
+    def __str__(self) -> str:
+        lead = f"{NOT_CHECKED}: " if self.kind == NOT_CHECKED else ""
+        return lead + self.message + (f": {self.advice}" if self.advice else "")
+
+
+class Check(NamedTuple):
+    """A check for one fault."""
+
+    kind: str  # name of the fault
+    rule: "Rule"  # finds it in a recording
+    needs: str  # quantities that it takes, separated by blanks
+    judges: Callable[[str], bool] | None  # true for norms that it judges, by their names in rows; None: the whole model
+    samples: int = 1  # values of each quantity that it takes at least
+    steps: float = 0  # length of the run from which on it judges
+    how: str = RECORD  # advice on how to record the quantities; "": where they are missing, the check has no meaning
+    instead: str = ""  # a quantity that answers the question in their place
+    whole: str = ""  # a quantity of the whole model that it takes, too
+
+    def series(self, recording: Recording) -> dict[str, Series]:
+        """The series of the first quantity needed, at the norms that are judged."""
+        found = recording.of(self.needs.split()[0])
+        return {site: each for site, each in found.items() if self.judges is None or self.judges(each.norm)}
+
+    def findings(
+        self, hit: Mapping[str, float], message: str, advice: str = "", least: bool = False, kind: str = ""
+    ) -> list[Finding]:
+        """The finding about the sites in `hit`; none if there are none.
+
+        The message is formatted with the largest number (or the `least`), `{0}`, and the same in percent, `{percent}`.
+        """
+        if not hit:
+            return []
+        worst = min(hit.values()) if least else max(hit.values())
+        text = f"{format_sites(hit)}: {message.format(worst, percent=100 * worst)}"
+        return [Finding(kind or self.kind, tuple(hit), text, hit, advice)]
+
+
+Rule = Callable[[Check, Recording], list[Finding]]
+Number = Callable[[Series], float]  # one number of a series
+
+
+def by_site(
+    limit: float, message: str, advice: str = "", *, number: Number = Series.middle, below: bool = False
+) -> Rule:
+    """Make a rule: a number of each norm's series must not be above (or `below`) a limit."""
+
+    def rule(check: Check, recording: Recording) -> list[Finding]:
+        numbers = {site: number(each) for site, each in check.series(recording).items()}
+        hit = {site: value for site, value in numbers.items() if (value < limit if below else value > limit)}
+        return check.findings(hit, message, advice, least=below)
+
+    return rule
+
+
+# -- does the model learn? ----------------------------------------------------------------------------------------
+
+
+def stalled(recording: Recording) -> dict[str, float]:
+    """The losses that show that nothing was learned; empty if the loss falls.
+
+    Two things show it: the loss is that of the first step, or it has stopped to fall where a constant prediction is.
+    """
+    series = recording.of("loss").get("")
+    losses = [loss for _, loss in series.points()] if series else []
+    if len(losses) < 2:
+        return {}
+    quarter = max(1, len(losses) // 4)
+    first, end = losses[0], statistics.median(losses[-quarter:])
+    before = statistics.median(losses[-2 * quarter : -quarter])
+    constant = recording.middle("constant_loss", "")
+    if end > first - LIMITS["fall"] * abs(first):
+        return {"loss": end, "first": first}
+    if end > LIMITS["constant"] * constant and end > before - LIMITS["fall"] * abs(before):
+        return {"loss": end, "constant": constant}
+    return {}
+
+
+def loss(check: Check, recording: Recording) -> list[Finding]:
+    """Find a loss that does not fall."""
+    numbers = stalled(recording)
+    if not numbers:
+        return []
+    like = "{constant:.4g} is what a constant prediction has" if "constant" in numbers else "it began at {first:.4g}"
+    advice = "try a tenth and ten times the learning rate; see that inputs and targets belong together"
+    message = "the loss does not fall: {loss:.4g} at the end, " + like
+    return [Finding(check.kind, ("",), message.format(**numbers), numbers, advice)]
+
+
+def collapse(check: Check, recording: Recording) -> list[Finding]:
+    """Find tokens that are alike from some norm to the last one; a loss far below a constant's clears them."""
+    numbers = [(site, each.middle()) for site, each in check.series(recording).items()]
+    hit: dict[str, float] = {}
+    for site, value in reversed(numbers):
+        if not value > LIMITS["similarity"]:
+            break
+        hit = {site: value, **hit}
+    if recording.middle("loss", "") < LIMITS["constant"] * recording.middle("constant_loss", ""):
+        return []
+    message = "tokens have collapsed: the cosine between those of one sequence is {0:.3f}"
+    return check.findings(hit, message, "lower the learning rate, warm it up longer, or normalize before each sublayer")
+
+
+def exploding(check: Check, recording: Recording) -> list[Finding]:
+    """Find inputs that grow over the layers or the steps while the loss does not fall."""
+    series = {site: each for site, each in recording.of("rms").items() if each.late()}
+    if not series or not stalled(recording):
+        return []
+    levels = {site: each.middle() for site, each in series.items()}
+    first = next(iter(levels.values()))
+    lows = {site: max(1, min(first, start)) for site, each in series.items() if (start := each.values[0]) > 0}
+    hit = {site: levels[site] / low for site, low in lows.items() if levels[site] > LIMITS["growth"] * low}
+    message = "the input is {0:.3g}x as large as at the first norm or at the start, and the loss does not fall"
+    return check.findings(hit, message, "lower the learning rate, or normalize before each sublayer")
+
+
+def bad_batches(check: Check, recording: Recording) -> list[Finding]:
+    """Find batches that were not finite, overflow of float16, and statistics that such a batch has corrupted."""
+    found = []
+    for quantity, passes in (("skipped", "forwards"), ("skipped_grad", "backwards")):
+        message = f"{{0:.0f}} {passes} were not finite or all padding and moved no statistics"
+        advice = "look for NaN or infinity in the data, then lower the learning rate"
+        found += check.findings(_above(0, recording.of(quantity), Series.top), message, advice)
+    series, half = recording.of("nonfinite"), recording.of("overflow")
+    if bad := _above(0, series, Series.top):
+        step, _, first = min((_first(series[site], lambda value: value > 0), i, site) for i, site in enumerate(bad))
+        finite = dict(next(iter(series.values())).points()).get(step) == 0  # before the first norm
+        overflow = half and (finite or dict(half.get(first, Series("", [], [])).points()).get(step, 0) > 0)
+        what = "values exceed float16" if overflow else "values that are not finite"
+        message = f"{format_sites(bad)}: {what}, first at step {step}, from {first} on"
+        advice = "use bfloat16 or float32" if overflow else "a NaN batch, or a diverged run"
+        found.append(Finding("overflow" if overflow else "nan", tuple(bad), message, {**bad, "step": step}, advice))
+    gaps = {site: last(each) for name in ("gap_quadratic", "gap_batch") for site, each in recording.of(name).items()}
+    recovered = {site for site, each in series.items() if last(each) == 0}
+    corrupted = {site: gap for site, gap in gaps.items() if not math.isfinite(gap) and site in recovered}
+    message = "running statistics are not finite though the last batch is: a NaN batch entered them; evaluation is NaN"
+    found += check.findings(corrupted, message, "load an earlier checkpoint, or calibrate")
+    for quantity, name in (("loss", "loss"), ("gradient_norm", "gradient")):
+        each = recording.of(quantity).get("")
+        if each and not found and not math.isfinite(last(each)):  # a GradScaler skips such steps, and goes on
+            step = _first(each, lambda value: not math.isfinite(value))
+            advice = "scale the loss with torch.amp.GradScaler, or use bfloat16" if half else ""
+            message = f"the {name} is not finite, first seen at step {step}"
+            found.append(Finding("overflow" if half else "nan", ("",), message, {"step": step}, advice))
+    return found
+
+
+def dead_channels(check: Check, recording: Recording) -> list[Finding]:
+    """Find channels that were zero in every step, and many that are in a batch."""
+    zero = _above(0, recording.of("zero_channels"), last)
+    found = check.findings(zero, "{0:.0f} channels were zero in every step", "look for masks, or activations that died")
+    series = {site: each for site, each in recording.of("dead").items() if site not in zero}
+    return found + check.findings(
+        _above(LIMITS["dead"], series), "{percent:.0f} % of the channels are zero in every token of a batch"
+    )
+
+
+def gradient_spikes(check: Check, recording: Recording) -> list[Finding]:
+    """Find single gradients far above the median."""
+    series = recording.of("gradient_norm").get("")
+    late = series.late() if series else []
+    if not late or not max(late) > LIMITS["spike"] * statistics.median(late):
+        return []
+    factor = max(late) / max(statistics.median(late), 1e-38)
+    message, advice = f"the gradient spikes to {factor:.3g}x its median", "clip it, warm up longer, or use pre-norm"
+    return [Finding(check.kind, ("",), message, {"": factor}, advice)]
+
+
+# -- do statistics of batches hold? -----------------------------------------------------------------------------------
+
+
+def padding(check: Check, recording: Recording) -> list[Finding]:
+    """Find padding among the rows of statistics, and masks that do not fit the norm's input."""
+    message = "{percent:.0f} % of the rows that the statistics are taken over are padding"
+    advice = "pass the norm its mask (convert(..., mask_from=...))"
+    found = check.findings(_above(LIMITS["padding"], check.series(recording)), message, advice)
+    unfit = {site: last(each) for site, each in recording.of("mask_length").items()}
+    lengths = [last(each) for site, each in recording.of("length").items() if site in unfit]
+    given = f"inputs of length {lengths[0]:.0f}" if lengths else "inputs of another length"
+    message = f"the model's mask has length {{0:.0f}} and does not fit {given}: padding enters the statistics"
+    return found + check.findings(unfit, message, "pass a mask of the input's length, or use a per-token norm there")
+
+
+def evaluation(check: Check, recording: Recording) -> list[Finding]:
+    """Find running statistics that do not represent the batches."""
+    quadratic_only = check.needs == "gap_quadratic"
+    calibrate = "calibrate the model; if that does not help, the batches differ from each other: mix them"
+    groups: dict[str, dict[str, float]] = {}  # advice -> gaps
+    for site, gap in _above(LIMITS["gap"], check.series(recording)).items():
+        holds = not quadratic_only and recording.middle("gap_quadratic", site) <= LIMITS["gap_holds"]
+        advice = calibrate + (", or use PN-V or UN, which will hold" if holds else ", or use a per-token norm")
+        groups.setdefault(advice, {})[site] = gap
+    found = []
+    for advice, hit in groups.items():
+        drifts = ("drift_quadratic",) if quadratic_only else ("drift_var", "drift_mean")
+        parts = [_drift(recording, name, hit) for name in drifts]
+        message = f"{' and '.join(filter(None, parts))}: the norm will fail at evaluation (off by {{percent:.0f}} %)"
+        found += check.findings(hit, message.removeprefix(": "), advice)
+    return found
+
+
+def _drift(recording: Recording, name: str, sites: Iterable[str]) -> str:
+    """The largest drift of a statistic in words; empty if it was not recorded."""
+    numbers = [value for site in sites if not math.isnan(value := recording.middle(name, site))]
+    text = {
+        "drift_var": "batch variance is {:.3g}x from its running value",
+        "drift_mean": "the batch mean {:.3g} standard deviations",
+        "drift_quadratic": "the quadratic mean is {:.3g}x from its running value",
+    }
+    return text[name].format(max(numbers)) if numbers else ""
+
+
+def target_share(recording: Recording) -> float:
+    """Return the share of target lengths, given source lengths, that is between batches.
+
+    It is a share of variance. The first norm reads sources, the last one targets. What a line through the batches' mean
+    lengths leaves of the targets' is compared with the spread in a batch. Shuffled batches have a share near 0.
+
+    Returns:
+        The share; 0 if all sequences have one length; nan if lengths were not recorded in ten batches, or the first and
+        last norm read the same sequences.
+    """
+    lengths, spreads = recording.of("length"), recording.of("length_spread")
+    if not lengths or list(lengths)[-1] not in spreads:
+        return math.nan
+    first, *_, last = (*lengths, *lengths)
+    points = [dict(series.points()) for series in (lengths[first], lengths[last], spreads[last])]
+    steps = [step for step in points[0] if all(step in each for each in points)]
+    if len(steps) < LEAST_BATCHES:
+        return math.nan
+    x, y, spread = ([each[step] for step in steps] for each in points)
+    if min(x) == max(x) and min(y) == max(y) and not any(spread):
+        return 0.0
+    if x == y or min(x) == max(x) or min(y) == max(y):
+        return math.nan
+    between = statistics.pvariance(y) * (1 - statistics.correlation(x, y) ** 2)
+    total = between + statistics.fmean(each * each for each in spread)
+    return between / total if total else 0.0
+
+
+def batch_length(check: Check, recording: Recording) -> list[Finding]:
+    """Find statistics of each batch that tell the model how long its target is."""
+    if target_share(recording) <= LIMITS["target_share"]:
+        return []  # the source's length gives the target's away already, or all lengths are alike
+    hit = {}
+    for site, norm in recording.norms().items():
+        quantity = "length_share_quadratic" if freezes_quadratic_means(norm) else "length_share"
+        if relies_on_batch(norm) and (share := recording.middle(quantity, site)) > LIMITS["length_share"]:
+            hit[site] = share
+    message = (
+        "statistics carry the length of the batch, which explains up to {percent:.0f} % of their variance between"
+        " batches; a model can learn to read it there, and running statistics do not have it"
+    )
+    advice = "shuffle the batches, or use a norm by past batches (un, power); calibration does not repair it"
+    return check.findings(hit, message, advice)
+
+
+def nu(check: Check, recording: Recording) -> list[Finding]:
+    """Find PowerNorm's gradient statistic growing from step to step."""
+    hit = {}
+    for site, series in recording.of("Gamma").items():
+        bound = recording.of("Gamma_bound").get(site)
+        if bound is not None and series.middle() > LIMITS["Gamma"] * (most := last(bound)) > 0:
+            hit[site] = series.middle() / most
+    for site, series in recording.of("nu").items():
+        values = [value for _, value in series.points() if value > 0]
+        if values and max(values) > LIMITS["nu"] * statistics.median(values):
+            hit.setdefault(site, max(values) / statistics.median(values))
+    message = "nu exceeds its bound ({0:.3g}x): PowerNorm's gradient statistic grows from step to step"
+    return check.findings(hit, message, "raise alpha_bkw, or set clamp=True")
+
+
+def last(series: Series) -> float:
+    """The value of the last step."""
+    return series.values[-1]
+
+
+def _above(limit: float, series: Mapping[str, Series], number: Number = Series.middle) -> dict[str, float]:
+    return {site: value for site, each in series.items() if (value := number(each)) > limit}
+
+
+def _first(series: Series, is_bad: Callable[[float], bool]) -> int:
+    return next(step for step, value in zip(series.steps, series.values, strict=True) if is_bad(value))
 
 
 def _any(norm: str) -> bool:
@@ -32,12 +368,20 @@ def _any(norm: str) -> bool:
 
 
 CHECKS = (
-    Check("nan", faults.bad_batches, "nonfinite", _any),
+    Check("nan", bad_batches, "nonfinite", _any),
+    Check("loss", loss, "loss", None, 4, 100, LOSS),
+    Check("collapsed tokens", collapse, "similarity", _any, 2, LIMITS["steps"], how=""),
+    Check("exploding", exploding, "rms", _any, 2, how=LOSS, whole="loss"),
+    Check("large values", by_site(
+        LIMITS["largest"], "values up to {0:.3g}", "float16 ends at 65504, use bfloat16 or float32",
+        number=Series.top), "largest", _any),
+    Check("dead channels", dead_channels, "dead zero_channels", _any, 2),
+    Check("gradient spikes", gradient_spikes, "gradient_norm", None, 4),
     Check("warm-up", by_site(
         0, "so far trained with each batch's own statistics, and for at least {0:.0f} more steps; evaluation uses the"
-        " running ones", "train longer than that, or give a shorter warmup=", number=faults.last),
+        " running ones", "train longer than that, or give a shorter warmup=", number=last),
         "warmup_left", warms_up),
-    Check("padding", faults.padding, "padding", keeps_batch_statistics, how=MASK, instead="mask_length"),
+    Check("padding", padding, "padding", keeps_batch_statistics, how=MASK, instead="mask_length"),
     Check("tiny batches", by_site(
         LIMITS["tokens"], "batches of {0:.0f} rows, too few for statistics",
         "larger batches, follow_optimizer, sync=True over processes, or a per-token norm", below=True),
@@ -48,45 +392,31 @@ CHECKS = (
         "add nk.scale_loss to the loss (papers train --scale-loss 0.1), or use a per-token norm there", below=True),
         "token_share", keeps_batch_statistics),
     Check("outlier tokens", by_site(
-        LIMITS["outlier_share"], "a few tokens are far larger than the others, often the first of each sequence:"
-        " a norm with running statistics in this place would divide by those of {percent:.2g} % of the tokens",
-        "leave these norms as they are: convert(..., where=)",
-        below=True), "token_share", lambda norm: not keeps_batch_statistics(norm)),
-    Check("evaluation", faults.evaluation, "gap_batch",
+        LIMITS["typical_token"], "a few tokens are far larger than the others, often the first of each sequence: the"
+        " mean square of most is {percent:.2g} % of the average, by which a norm with running statistics would divide",
+        "leave these norms as they are: convert(..., where=)", below=True),
+        "typical_token", lambda norm: not keeps_batch_statistics(norm)),
+    Check("evaluation", evaluation, "gap_batch",
           lambda norm: keeps_batch_statistics(norm) and not (freezes_quadratic_means(norm) or UNTRACKED in norm),
           steps=LIMITS["steps"]),
-    Check("evaluation", faults.evaluation_quadratic, "gap_quadratic", freezes_quadratic_means, steps=LIMITS["steps"]),
-    Check("batch length", faults.batch_length, "length_share length_share_quadratic", relies_on_batch, 6,
-          LIMITS["steps"]),
-    Check("train-to-eval gap", faults.train_eval, "loss_train_mode loss_eval_mode", None, how=TWO_LOSSES),
-    Check("nu", faults.nu, "nu Gamma Gamma_bound", lambda norm: norm_class(norm)[0] is PowerNorm, 2),
+    Check("evaluation", evaluation, "gap_quadratic", freezes_quadratic_means, steps=LIMITS["steps"]),
+    Check("batch length", batch_length, "length_share length_share_quadratic", relies_on_batch, 6, LIMITS["steps"]),
+    Check("nu", nu, "nu Gamma Gamma_bound", lambda norm: norm_class(norm)[0] is PowerNorm, 2),
     Check("filtered", by_site(
         LIMITS["filtered_rate"], "UN filters {percent:.0f} % of steps: it is PN-V now",
-        'threshold="scalar", a longer window, or outlier_filtration=False', number=faults.last),
+        'threshold="scalar", a longer window, or outlier_filtration=False', number=last),
         "filtered_rate", lambda norm: norm_class(norm)[1].get("outlier_filtration") is True),
-    Check("exploding depth", faults.exploding_depth, "rms", _any),
-    Check("exploding", by_site(
-        LIMITS["growth"], "the input grew {0:.3g}x during the run", "lower the learning rate", number=faults.growth),
-        "rms", _any, samples=2),
-    Check("large values", by_site(
-        LIMITS["largest"], "values up to {0:.3g}", "float16 ends at 65504, use bfloat16 or float32",
-        number=Series.top), "largest", _any),
-    Check("dead channels", by_site(
-        LIMITS["dead"], "{percent:.0f} % of the channels are dead: zero in every token of a batch"), "dead", _any),
-    Check("gradient spikes", faults.gradient_spikes, "gradient_norm", None, 5),
 )  # fmt: skip
 
 
 def diagnose(rows: Iterable[Row] | Recording) -> list[Finding]:
     r"""Find faults of a training run in its recorded rows.
 
-    A finding names its sites, states the observation and the remedy, and keeps the numbers. Checks for which the rows
-    do not suffice are findings of kind "not checked", which come last and state how to record what is missing. The
-    list is empty only if every check was made and found nothing. A norm without batch statistics has no fault of
-    statistics; `normkit.watch.advise` compares it with norms that have them.
+    Checks for which the rows do not suffice are findings of kind "not checked" that name them. "No finding" is no
+    proof: only what is in `CHECKS` is looked for.
 
     Args:
-        rows: Rows as `normkit.record` or `normkit.watch.read` gives them.
+        rows: Rows as `normkit.record` and `normkit.watch.read` give them.
 
     Returns:
         The findings; `print(*findings, sep="\n")` shows them.
@@ -98,7 +428,7 @@ def diagnose(rows: Iterable[Row] | Recording) -> list[Finding]:
     Examples:
         >>> found = diagnose([Row(1, "norm", "batch", "padding", 0.3)])
         >>> [finding.kind for finding in found]
-        ['padding', 'not checked', 'not checked']
+        ['padding', 'not checked', 'not checked', 'not checked']
     """
     recording = as_recording(rows)
     found: list[Finding] = []
@@ -106,15 +436,16 @@ def diagnose(rows: Iterable[Row] | Recording) -> list[Finding]:
     for check in CHECKS:
         found += check.rule(check, recording) if recording.last_step() >= check.steps else []
         for site, names in _missing(check, recording).items():
-            lacking.setdefault(check.how if names else OFTEN, []).append((check, site, names))
+            if check.how:
+                lacking.setdefault(check.how if names else OFTEN, []).append((check, site, names))
     return found + [_not_checked(how, entries) for how, entries in lacking.items()]
 
 
 def checked(rows: Iterable[Row] | Recording) -> list[str]:
     """The kinds of faults for which the rows suffice, at one norm of the model at least.
 
-    >>> checked([Row(1, "norm", "layer", "dead", 0.0)])
-    ['dead channels']
+    >>> checked([Row(1, "norm", "layer", "nonfinite", 0.0)])
+    ['nan']
     """
     recording = as_recording(rows)
     made = (check.kind for check in CHECKS if len(_missing(check, recording)) < len(_judged(check, recording)))
@@ -124,20 +455,20 @@ def checked(rows: Iterable[Row] | Recording) -> list[str]:
 def _judged(check: Check, recording: Recording) -> list[str]:
     """The sites that a check concerns; [""] for the whole model, or if the rows name no norm."""
     norms = recording.norms()
-    if check.judges is None:
-        concerned = check.rule is not faults.train_eval or any(map(keeps_batch_statistics, norms.values())) or not norms
-        return [""] if concerned else []
-    return [site for site, norm in norms.items() if check.judges(norm)] if norms else [""]
+    if check.judges is None or not norms:
+        return [""]
+    return [site for site, norm in norms.items() if check.judges(norm)]
 
 
 def _missing(check: Check, recording: Recording) -> dict[str, tuple[str, ...]]:
     """Sites where a check cannot be made: missing quantities, or () for too few values."""
     found = {}
+    whole = () if not check.whole or recording.of(check.whole) else (check.whole,)
     for site in _judged(check, recording):
         needs = check.needs.split()
         if site in recording.quantities.get(check.instead, {}):
             continue
-        lacks = tuple(name for name in needs if site not in recording.quantities.get(name, {}))
+        lacks = tuple(name for name in needs if site not in recording.quantities.get(name, {})) + whole
         few = not lacks and any(len(recording.quantities[name][site].values) < check.samples for name in needs)
         if lacks or few or recording.last_step() < check.steps:
             found[site] = lacks

@@ -34,7 +34,7 @@ def log_rows(rows: Iterable[Row], loggers: Iterable[Any], quantities: Iterable[s
 
 
 class Watch(lightning.Callback):
-    """Records statistics of norms: `Trainer(callbacks=[Watch(to="rows.csv")])`.
+    """Records the loss and statistics of norms: `Trainer(callbacks=[Watch(to="rows.csv")])`.
 
     Padding is found by embeddings, and by `attention_mask` or `...padding_mask` of a batch that is a mapping.
 
@@ -93,6 +93,9 @@ class Watch(lightning.Callback):
         """End a step; write and log rows each `log_every` steps."""
         if self._recorder is not None:
             self._recorder.end_forward()
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+            if loss is not None:
+                self._recorder.add_loss(loss * trainer.accumulate_grad_batches)  # which Lightning has divided by
             if self._recorder.step % self.log_every == 0:
                 self.rows.flush()
 

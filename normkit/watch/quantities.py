@@ -7,6 +7,7 @@ of tokens and `largest`. A sample of the gradient has `g_mu`, `g_sigma2`, `g_psi
 a norm have the names that its class gives them.
 """
 
+import math
 import operator
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -15,8 +16,6 @@ import torch
 from torch import Tensor
 
 from normkit._util import require
-from normkit.watch.normality import p_normal
-from normkit.watch.row_names import current_name
 
 QUARTILES = {  # of |gamma| / psi_B over the channels of a norm: `spread [5, S]`
     "min": (0.0, "least"), "q25": (0.25, "first quartile"), "median": (0.5, "median"), "q75": (0.75, "third quartile"),
@@ -118,6 +117,10 @@ QUANTITIES: dict[str, Quantity] = {
     # what passes through
     "rms": Quantity("root mean square of the norm's input", "normkit", "quadratic", lambda x: x.mean(-1).sqrt()),
     "largest": Quantity("largest magnitude in the norm's input", "normkit", "largest"),
+    "overflow": Quantity("infinite values in the norm's input, where float16 computes", "normkit", "infinite"),
+    "zero_channels": Quantity("channels that have been zero in all samples so far", "normkit", "zero"),
+    "similarity": Quantity(
+        "mean cosine between two tokens of one sequence, in the norm's input", "normkit", "similarity"),
     "dead": Quantity(
         f"share of channels whose psi_B^2 is at most {DEAD:g} of the median one's", "normkit", "quadratic", _dead),
     "nonfinite": Quantity("channels whose statistics are not finite", "normkit", "mean quadratic", _bad),
@@ -127,6 +130,7 @@ QUANTITIES: dict[str, Quantity] = {
     "token_share": Quantity(
         "share of tokens that mean squares effectively average over: mean(e)^2 / mean(e^2), e a token's mean square",
         "normkit", "token_share"),
+    "typical_token": Quantity("median over mean of the tokens' mean squares", "normkit", "typical_token"),
     # the learned scale
     **{
         f"gamma_over_psi_{name}": Quantity(
@@ -172,6 +176,9 @@ QUANTITIES: dict[str, Quantity] = {
     "skipped": Quantity("forwards that moved no statistics, being not finite or all padding", "normkit", "skipped"),
     "skipped_grad": Quantity("backwards that moved none", "normkit", "skipped_grad"),
     # the whole model
+    "loss": Quantity("mean training loss of the steps since the last sample", "normkit", "loss"),
+    "constant_loss": Quantity(
+        "loss of the best constant prediction: entropy of the targets' frequencies so far", "normkit", "constant_loss"),
     "gradient_norm": Quantity(
         "norm of all gradients together, before any clipping", "Tears Fig. 2",
         "gradient", lambda norms: torch.linalg.vector_norm(norms, dim=-1)),
@@ -196,8 +203,43 @@ def choose(names: str | Iterable[str] | None) -> dict[str, Quantity]:
     groups = {"default": cheap, "all": list(QUANTITIES)}
     names = "default" if names is None else names
     given = [names] if isinstance(names, str) else names if isinstance(names, Iterable) else []
-    chosen = [each for name in given for each in groups.get(name, [current_name(name)])]
+    chosen = [each for name in given for each in groups.get(name, [name])]
     if unknown := [name for name in chosen if name not in QUANTITIES]:
         raise ValueError(f"there is no quantity {unknown[0]!r}; there are {', '.join(QUANTITIES)}, default and all")
     require(bool(chosen), "quantities", names, "names of quantities, default or all")
     return {name: QUANTITIES[name] for name in dict.fromkeys(chosen)}
+
+
+def p_normal(x: Tensor) -> Tensor:
+    """The p-value of the hypothesis that a column of `x [n, ...]` is normally distributed.
+
+    The omnibus test of skewness and kurtosis (D'Agostino & Pearson 1973; D'Agostino, Belanger & D'Agostino 1990):
+    `K^2 = Z(b1)^2 + Z(b2)^2`, chi-squared with two degrees of freedom, so `p = exp(-K^2 / 2)`. Equal to
+    `scipy.stats.normaltest`, without SciPy and without leaving the device. n is at least 8, better 20. The p-value of
+    a column that does not vary is nan.
+
+    >>> x = torch.arange(-10.0, 11)
+    >>> bool(p_normal(x) > 0.05), bool(p_normal(x.exp()) > 0.05)
+    (True, False)
+    """
+    n = x.shape[0]
+    if n < 8:
+        raise ValueError(f"the test of normality takes at least 8 values; got {n}")
+    x = x.to(torch.float32 if x.device.type == "mps" else torch.float64)
+    x = x - x.mean(0)
+    m2, m3, m4 = (x.pow(k).mean(0) for k in (2, 3, 4))
+    skew, kurtosis = m3 / m2**1.5, m4 / m2**2
+
+    y = skew * math.sqrt((n + 1) * (n + 3) / (6 * (n - 2)))
+    beta = 3 * (n**2 + 27 * n - 70) * (n + 1) * (n + 3) / ((n - 2) * (n + 5) * (n + 7) * (n + 9))
+    w2 = -1 + math.sqrt(2 * (beta - 1))
+    z_skew = torch.asinh(y / math.sqrt(2 / (w2 - 1))) / math.sqrt(0.5 * math.log(w2))
+
+    expected = 3 * (n - 1) / (n + 1)
+    variance = 24 * n * (n - 2) * (n - 3) / ((n + 1) ** 2 * (n + 3) * (n + 5))
+    k = (kurtosis - expected) / math.sqrt(variance)
+    b = 6 * (n**2 - 5 * n + 2) / ((n + 7) * (n + 9)) * math.sqrt(6 * (n + 3) * (n + 5) / (n * (n - 2) * (n - 3)))
+    a = 6 + 8 / b * (2 / b + math.sqrt(1 + 4 / b**2))
+    ratio = (1 - 2 / a) / (1 + k * math.sqrt(2 / (a - 4)))
+    z_kurtosis = (1 - 2 / (9 * a) - ratio.sign() * ratio.abs().pow(1 / 3)) / math.sqrt(2 / (9 * a))
+    return torch.exp(-(z_skew.square() + z_kurtosis.square()) / 2)

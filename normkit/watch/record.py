@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,15 @@ from normkit.models.checks import check_is_model
 from normkit.models.invoke import input_and_mask
 from normkit.models.masks import unfit_length
 from normkit.norms import Norm
-from normkit.watch.collect import Fields, Memory, Moments, Sample, evaluate, gather, gather_gradient, moments
+from normkit.watch.collect import Fields, LossMeter, Memory, Moments, Sample, evaluate, gather, gather_gradient, moments
 from normkit.watch.quantities import choose
-from normkit.watch.row_files import drop_after
-from normkit.watch.rows import Rows, Sink
+from normkit.watch.row_files import Rows, Sink, drop_after
 from normkit.watch.sites import Padding, Site, sites
 
 BACKWARD = {"g_mu", "g_sigma2", "g_psi2", "dx_square", "dy_square", "channel_g", "window_g"}
+WHOLE = {"gradient", "loss", "constant_loss"}  # statistics of the whole model
+Loss = nn.Module | Callable[[], Tensor | float] | None
+LOSSES = "(losses)"  # key in a state, where modules have their names
 NO_KEY = 0  # of a recorder that is a copy
 
 
@@ -34,6 +36,7 @@ def record(
     every: int = 25,
     quantities: str | Iterable[str] | None = None,
     *,
+    loss: Loss = None,
     to: Sink = None,
     keep: int = 200_000,
     start: int = 0,
@@ -50,6 +53,9 @@ def record(
         model: Any model with norms.
         every: Training forwards from one measurement to the next; 25 keeps the cost below 3 % of most steps.
         quantities: Names from `normkit.watch.QUANTITIES`, "default" (all but the expensive ones) or "all".
+        loss: The module that computes the loss, such as `nn.CrossEntropyLoss()`: its outputs in training are recorded,
+            and what a constant prediction would reach. Or a function without arguments that returns the loss of the
+            last step: `lambda: loss`. A model whose output has a `loss`, as in transformers, needs neither.
         to: CSV file that rows are appended to, or a function that takes them; see `Rows`.
         keep: Number of rows held in memory.
         start: Number of forwards made before, where a run is resumed; later rows in the file are dropped.
@@ -74,12 +80,16 @@ def record(
     """
     if not start and isinstance(to, str | Path) and Path(to).is_file() and Path(to).stat().st_size:
         raise ValueError(f"{to} has rows of an earlier run; delete it, name another file, or continue it with start=")
-    recorder = Recorder(model, every, quantities, to=to, keep=keep, start=start, channel=channel, alpha=alpha)
+    options: dict[str, Any] = {"loss": loss, "to": to, "keep": keep, "start": start, "channel": channel, "alpha": alpha}
+    recorder = Recorder(model, every, quantities, **options)
     try:  # a damaged file leaves no hooks on the model
         if start and isinstance(to, str | Path) and recorder.writes:
             drop_after(Path(to), start)
         recorder.follow()
         yield recorder.rows
+    except BaseException:
+        recorder.read_loss = None  # the last step may have none
+        raise
     finally:
         recorder.close()
 
@@ -97,16 +107,17 @@ class Recorder:
     """
 
     def __init__(
-        self, model: nn.Module, every: int = 25, quantities: str | Iterable[str] | None = None, *, to: Sink = None,
-        keep: int = 200_000, start: int = 0, channel: int = 0, alpha: float = 0.9,
+        self, model: nn.Module, every: int = 25, quantities: str | Iterable[str] | None = None, *, loss: Loss = None,
+        to: Sink = None, keep: int = 200_000, start: int = 0, channel: int = 0, alpha: float = 0.9,
     ):  # fmt: skip
         _check(model, alpha, every=every, start=start, channel=channel)
+        require(loss is None or callable(loss), "loss", loss, "a module, a function without arguments, or None")
         self.model, self.every, self.step = model, every, start
         self.chosen = choose(quantities)
         self.needs = frozenset().union(*(quantity.needs for quantity in self.chosen.values()))
-        self.due = self.active = False
+        self.due = self.active = self._is_open = False
         found = sites(model)
-        if self.needs - {"gradient"} and not found:
+        if self.needs - WHOLE and not found:
             kinds = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
             raise ValueError(
                 f"record() found no norm: classes seen: {kinds}. A quantity of the whole model can be recorded by name:"
@@ -120,10 +131,14 @@ class Recorder:
         self.padding = Padding(model)
         self.pending: list[Sample] = []
         self._gradients: dict[int, Tensor] = {}
+        self.losses = LossMeter()
+        self.read_loss = None if isinstance(loss, nn.Module) else loss
         self._parameter_hooks = ExitStack()  # present only during a step that is measured
         self._hooks = ExitStack()
         for handle in self.padding.handles:
             self._hooks.enter_context(handle)
+        if isinstance(loss, nn.Module):
+            self._hooks.enter_context(loss.register_forward_hook(self._after_criterion))
         self.key = graph_ops.register(self)
         self.ledger = torch.zeros(1, device=next((p.device for p in model.parameters()), None))  # of `graph_ops`
         self.norms = [NormRecorder(self, site, Memory(alpha, channel), index) for index, site in enumerate(found)]
@@ -145,13 +160,12 @@ class Recorder:
     def follow(self) -> None:
         """Count every training forward of the model as a step."""
         self._hooks.enter_context(self.model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
-        self._hooks.enter_context(self.model.register_forward_hook(self._after))
+        self._hooks.enter_context(self.model.register_forward_hook(self._after, with_kwargs=True))
 
     def begin_step(self) -> None:
         """Begin a training step."""
-        if self.due:
-            self.evaluate_samples()
-            self._parameter_hooks.close()
+        self._end_step()
+        self._is_open = True
         self.step += 1
         self.due = (self.step - 1) % self.every == 0
         self.active = True
@@ -161,6 +175,14 @@ class Recorder:
                 if parameter.requires_grad and parameter.is_leaf and not nn.parameter.is_lazy(parameter):
                     hook = functools.partial(self._keep_gradient_norm, number)
                     self._parameter_hooks.enter_context(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _end_step(self) -> None:
+        if self.read_loss is not None and self._is_open:
+            self.add_loss(self.read_loss())
+        self._is_open = False
+        if self.due:
+            self.evaluate_samples()
+            self._parameter_hooks.close()
 
     def end_forward(self) -> None:
         """End the forward of a step, to which its backward and what this recomputes still belong."""
@@ -174,9 +196,29 @@ class Recorder:
             self.begin_step()
             self.padding.take_masks(args, kwargs)
 
-    def _after(self, model: nn.Module, args: tuple, output: object) -> None:
-        if not torch.compiler.is_compiling():
-            self.end_forward()
+    def _after(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: object) -> None:
+        if torch.compiler.is_compiling() or self.key == NO_KEY:
+            return
+        self.end_forward()
+        if model.training and isinstance(output, Mapping) and isinstance(loss := output.get("loss"), Tensor):
+            self.add_loss(loss)
+            logits, labels = output.get("logits"), kwargs.get("labels")
+            if isinstance(logits, Tensor) and isinstance(labels, Tensor) and not labels.is_floating_point():
+                self.losses.add_targets(labels, logits.shape[-1])
+
+    def add_loss(self, loss: Tensor | float) -> None:
+        """Add the loss of this step."""
+        self.losses.add(loss)
+
+    def _after_criterion(self, criterion: nn.Module, args: tuple, output: object) -> None:
+        if not self.model.training or not isinstance(output, Tensor) or torch.compiler.is_compiling():
+            return
+        self.add_loss(output)
+        if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) and criterion.reduction == "mean":
+            logits, targets = args
+            if criterion.weight is None and logits.dim() > 1 and not targets.is_floating_point():
+                smoothing = getattr(criterion, "label_smoothing", 0.0)
+                self.losses.add_targets(targets, logits.shape[1], criterion.ignore_index, smoothing)
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
@@ -190,11 +232,14 @@ class Recorder:
     @torch.no_grad()
     def evaluate_samples(self) -> None:
         """Turn the samples so far into rows, on the device."""
+        whole = self.losses.take() if self.due else {}
         if self._gradients:
             first = next(iter(self._gradients.values())).device  # of a model on several
             norms = torch.stack([norm.to(first, torch.float32) for _, norm in sorted(self._gradients.items())])
             self._gradients.clear()
-            self.pending.append(Sample(self.step, Site("", "", self.model), {"gradient": norms}))
+            whole["gradient"] = norms
+        if whole:
+            self.pending.append(Sample(self.step, Site("", "", self.model), whole))
         samples, self.pending = self.pending, []
         if self.writes:
             for waiting in evaluate(samples, self.chosen):
@@ -202,6 +247,7 @@ class Recorder:
 
     def close(self) -> None:
         """Remove the hooks; the rows stay readable."""
+        self._end_step()
         self._hooks.close()
         self._parameter_hooks.close()
         graph_ops.LISTENERS.pop(self.key, None)
@@ -211,10 +257,11 @@ class Recorder:
     def state(self) -> dict[str, Any]:
         """The state, beside the step, that a resumed recording needs for the same values."""
         self.evaluate_samples()
-        return {norm.site.name: norm.memory.state() for norm in self.norms}
+        return {norm.site.name: norm.memory.state() for norm in self.norms} | {LOSSES: dict(vars(self.losses))}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore from `state`; norms that it does not have start from nothing."""
+        vars(self.losses).update(state.get(LOSSES, {}))
         for norm in self.norms:
             if norm.site.name in state:
                 norm.memory.load(state[norm.site.name])

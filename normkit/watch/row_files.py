@@ -1,27 +1,101 @@
-"""Files of recorded rows: the format, its reader and its writer."""
+"""The store of rows that a recorder fills, and files of rows."""
 
+import collections
 import csv
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from normkit._util import as_path, open_regular, require, write_whole
+import torch
+from torch import Tensor
+
+from normkit._util import as_path, is_int, open_regular, require, write_whole
 from normkit.watch.recording import Recording, Row, checked_rows
-from normkit.watch.row_names import current_name
 
 FILE = "rows.csv"
-TAIL = 64  # bytes before the position reached, by which a file that has grown is recognised
 HEAD = ",".join(Row._fields)
+Sink = str | Path | Callable[[list[Row]], object] | None  # for rows: a CSV file, a function that takes them, or none
+
+
+class Waiting(NamedTuple):
+    """Numbers of one norm at one step that are still on the device."""
+
+    step: int
+    site: str
+    norm: str
+    names: list[str]
+    values: Tensor  # [len(names)]
+
+
+class Rows:
+    """The rows recorded so far, oldest first; only reading them waits for the device.
+
+    A row's `step` counts the training forwards of the whole model from 1. `site` is the norm's place in the model, ""
+    for a number of the whole model. `norm` is its spec, or the class name of a norm that is not normkit's.
+
+    Args:
+        keep: Number of rows held, the newest ones; bounds the memory.
+        to: CSV file to which whole lines are appended, each 50,000 rows and at the end; or a function that takes them.
+    """
+
+    def __init__(self, keep: int = 200_000, to: Sink = None) -> None:
+        require(is_int(keep) and keep >= 1, "keep", keep, "a whole number of at least 1")
+        self.keep = keep
+        self.refresh: Callable[[], None] = lambda: None
+        self._held: collections.deque[Row] = collections.deque(maxlen=keep)
+        self._waiting: collections.deque[Waiting] = collections.deque()
+        self._count = 0  # rows waiting
+        self._send = to if to is None or callable(to) else Appender(to)
+
+    def add(self, new: Waiting) -> None:
+        """Add numbers without waiting for the device."""
+        self._waiting.append(new)
+        self._count += len(new.names)
+        if self._send is not None and self._count >= min(50_000, self.keep):  # some thousand steps
+            self.take()
+        while self._count > self.keep:
+            self._count -= len(self._waiting.popleft().names)
+
+    def take(self) -> list[Row]:
+        """Return the rows added since the last read or write."""
+        self.refresh()
+        new: list[Row] = []
+        if self._waiting:
+            first = self._waiting[0].values.device  # of a model on several
+            numbers = iter(torch.cat([entry.values.to(first) for entry in self._waiting]).tolist())
+            for step, site, norm, names, _ in self._waiting:
+                new += [Row(step, site, norm, name, next(numbers)) for name in names]
+            self._waiting.clear()
+            self._count = 0
+        self._held.extend(new)
+        if self._send is not None and new:
+            self._send(new)
+        return new
+
+    def flush(self) -> None:
+        """Bring the file up to date, if there is one."""
+        if self._send is not None:
+            self.take()
+
+    def save(self, path: str | Path) -> None:
+        """Write the rows held to a .csv file."""
+        write(path, self)
+
+    def __iter__(self) -> Iterator[Row]:
+        self.take()
+        return iter(list(self._held))
+
+    def __len__(self) -> int:
+        self.take()
+        return len(self._held)
 
 
 class Appender:
     """Appends rows to a CSV file as whole lines, after a header if the file is new."""
 
     def __init__(self, path: str | Path):
-        path = as_path(path, "to")
-        if path.suffix != ".csv":
-            raise ValueError(f"a file that grows is a .csv; got {path.name}. Rows.save writes .parquet at the end")
+        path = _csv(path, "to")
         if not path.parent.is_dir():
             raise ValueError(f"there is no folder {path.parent} for {path.name}; make it first")
         if path.exists() and not path.is_file():
@@ -83,26 +157,16 @@ def to_csv(rows: Iterable[Row], header: bool = True) -> str:
 
 
 def write(path: str | Path, rows: Iterable[Row]) -> None:
-    """Write rows to a .csv or .parquet file, which is replaced as a whole.
+    """Write rows to a .csv file, which is replaced as a whole.
 
     Raises:
-        ValueError: for another kind of file, or for Parquet without pyarrow.
+        ValueError: for another kind of file.
     """
-    path, rows = as_path(path, "path"), checked_rows(rows)
-    if path.suffix == ".csv":
-        data = to_csv(rows).encode()
-    elif path.suffix == ".parquet":
-        pyarrow, buffer, held = _pyarrow(), io.BytesIO(), list(rows)
-        columns = {name: [row[i] for row in held] for i, name in enumerate(Row._fields)}
-        pyarrow.parquet.write_table(pyarrow.table(columns), buffer)
-        data = buffer.getvalue()
-    else:
-        raise ValueError(f"rows are written to .csv or .parquet; got {path.name}")
-    write_whole(path, data)
+    write_whole(_csv(path, "path"), to_csv(checked_rows(rows)).encode())
 
 
 def read(path: str | Path) -> list[Row]:
-    """Read rows from a .csv or .parquet file, or from such a file in a run folder.
+    """Read rows from a .csv file, or from the rows.csv of a run folder.
 
     A last line without its line end is still being written, and is left out.
 
@@ -111,88 +175,32 @@ def read(path: str | Path) -> list[Row]:
     """
     path = as_path(path, "path")
     if path.is_dir():
-        names = (FILE, "rows.parquet")
-        inside = [path / name for name in names if (path / name).is_file()]
-        if not inside:
-            runs = sorted(str(run.parent) for name in names for run in path.glob(f"*/{name}"))
-            hint = f"; there are some in {', '.join(runs[:5])}" if runs else "; record some with normkit.record"
-            raise ValueError(f"{path} has no rows.csv and no rows.parquet{hint}")
-        path = inside[0]
+        if not (path / FILE).is_file():
+            runs = sorted(str(run.parent) for run in path.glob(f"*/{FILE}"))
+            hint = f"there are some in {', '.join(runs[:5])}" if runs else "record some with normkit.record"
+            raise ValueError(f"{path} has no {FILE}; {hint}")
+        path /= FILE
     if not path.is_file():
         raise ValueError(f"there is no file of rows at {path}")
     try:
-        if path.suffix == ".parquet":
-            return _read_parquet(path)
         with open_regular(path) as file:
-            return list(_parse(file.read(), header=True))
-    except (OSError, csv.Error, ValueError, TypeError, KeyError) as error:
-        raise _unreadable(path, error) from None
-
-
-class RunReader:
-    """Reads the rows.csv of run folders, of a file that has grown only what is new.
-
-    Where the size or the bytes that were read last differ, the file was started again and is read from its beginning.
-    """
-
-    def __init__(self) -> None:
-        self._read: dict[Path, tuple[int, bytes, Recording]] = {}  # position, the bytes before it, values so far
-
-    def read(self, folder: str | Path) -> Recording:
-        """Read what a run has recorded so far; an empty recording if the folder has no rows.csv.
-
-        Raises:
-            ValueError: if the file holds anything but rows; the message names it.
-        """
-        path = as_path(folder, "folder") / FILE
-        try:
-            with open_regular(path) as file:
-                position, before, found = self._read.get(path, (0, b"", Recording()))
-                file.seek(position - len(before))
-                if file.read(len(before)) != before:
-                    position, before, found = 0, b"", Recording()
-                    file.seek(0)
-                new = file.read()
-            new = new[: new.rfind(b"\n") + 1]
-            if new:
-                found.add(_parse(new, header=not position))
-            self._read[path] = position + len(new), (before + new)[-TAIL:], found
-        except FileNotFoundError:
-            return Recording()
-        except (TypeError, csv.Error, ValueError) as error:
-            self._read.pop(path, None)  # some of its rows may have been added
-            raise _unreadable(path, error) from None
-        return found
+            head, *lines = csv.reader(file.read().decode("utf8").split("\n")[:-1] or [""], strict=True)
+        if tuple(head) != Row._fields:
+            raise ValueError(f"its first line is not {HEAD}")
+        return [Row(int(step), site, norm, quantity, float(value)) for step, site, norm, quantity, value in lines]
+    except (csv.Error, OSError, ValueError) as error:
+        raise ValueError(f"{path} is cut short or no file of rows ({HEAD}): {error}") from None
 
 
 def read_run(folder: str | Path) -> Recording:
-    """Read what the run in an existing folder has recorded; see `RunReader`."""
-    require(as_path(folder, "folder").is_dir(), "folder", str(folder), "a folder that exists, that of a run")
-    return RunReader().read(folder)
+    """Read what the run in an existing folder has recorded; empty if it has no rows.csv."""
+    folder = as_path(folder, "folder")
+    require(folder.is_dir(), "folder", str(folder), "a folder that exists, that of a run")
+    path = folder / FILE
+    return Recording(read(path) if path.is_file() and path.stat().st_size else ())
 
 
-def _parse(data: bytes, header: bool) -> Iterator[Row]:
-    """Yield the rows of the whole lines, after a header if there has to be one."""
-    reader = csv.reader(data.decode("utf8").split("\n")[:-1], strict=True)
-    if header and tuple(next(reader, ())) != Row._fields:
-        raise ValueError(f"its first line is not {HEAD}")
-    for step, site, norm, quantity, value in reader:
-        yield Row(int(step), site, norm, current_name(quantity), float(value))
-
-
-def _unreadable(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"{path} is cut short or no file of rows ({HEAD}): {error}")
-
-
-def _read_parquet(path: Path) -> list[Row]:
-    columns: dict[str, Any] = _pyarrow().parquet.read_table(path, columns=list(Row._fields)).to_pydict()
-    rows = zip(*columns.values(), strict=True)
-    return [Row(int(s), str(a), str(b), current_name(str(q)), float(v)) for s, a, b, q, v in rows]
-
-
-def _pyarrow() -> Any:
-    try:
-        import pyarrow.parquet
-    except ModuleNotFoundError:
-        raise ValueError("Parquet needs pyarrow: pip install pyarrow, or write a .csv file") from None
-    return pyarrow
+def _csv(path: str | Path, name: str) -> Path:
+    path = as_path(path, name)
+    require(path.suffix == ".csv", name, path.name, "a .csv file")
+    return path

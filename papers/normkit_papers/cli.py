@@ -6,6 +6,7 @@ Ctrl-C, 143 after SIGTERM.
 
 import contextlib
 import dataclasses
+import importlib.util
 import os
 import shlex
 import signal
@@ -71,7 +72,7 @@ def train(arguments: list[str]) -> int:
     from normkit_papers.study import warm
 
     if not arguments or arguments[0].startswith("-"):
-        _write("usage: papers train RECIPE [--steps N] [--model.norm SPEC] [--SETTING VALUE ...]\n")
+        _write("usage: papers train RECIPE [--steps N] [--model.norm SPEC] [--import MODULE] [--SETTING VALUE ...]\n")
         list_()
         return 0 if arguments else BAD_INPUT
     recipe = pick(RECIPES, arguments[0], "recipe")
@@ -342,54 +343,37 @@ def calibrate(run: tyro.conf.Positional[Path], out: Path, batches: int | None = 
 
 
 def remove_norms(
-    model: tyro.conf.Positional[Path],
+    run: tyro.conf.Positional[Path],
     out: Path,
     steps: int = 300,
-    text: str | None = None,
     loss: Literal["outputs", "task"] = "outputs",
     to: str = "un(warmup=0)",
     statistics: Literal["frozen", "batches"] | None = None,
     lr: float | None = None,
     seed: int = 0,
-    unfolded: bool = False,
     resume: bool = False,
 ) -> int:
-    """Take the norms out of a trained model: fit norms with frozen statistics, train a little, fold, compare.
+    """Take the norms out of a run's model: fit, train a little on its data, fold, compare.
+
+    For models of Hugging Face there is `normkit remove-norms`.
 
     Args:
-        model: Folder of a run, or of a Hugging Face model with safetensors and a tokenizer.
-        out: Folder for the model without norms.
+        run: Folder of the run. Its data must be here.
+        out: Folder for the run without norms.
         steps: Training steps.
-        text: Text to train a Hugging Face model on: a file with one text a line, or a corpus in NORMKIT_DATA.
         loss: outputs: no labels, the original's outputs and inner activations; task: the loss of the run's task.
         to: Spec of the norm that is folded.
         statistics: Statistics of the new norms in training; batches with the loss of the task, else frozen.
-        lr: Highest learning rate; a third of the run's, or 3e-4.
+        lr: Highest learning rate; a third of the run's.
         seed: Seed of the order of batches and of dropout.
-        unfolded: Also write the trained model before folding, to OUT/unfolded.
         resume: Continue an interrupted removal with the same settings.
     """
-    from normkit_papers.train.removal import Removal
-    from normkit_papers.train.removal import remove_norms as remove
+    from normkit.cli import Progress
+    from normkit_papers.removal import Settings, remove_norms_of_run
 
-    if not resume:
-        _check_new(out)
-    announce = _announcer(_complain)
-    with _interruptible() as signals:
-
-        def on_progress(stage: str, progress: Any) -> bool:
-            announce(stage, progress)
-            return bool(signals)
-
-        settings = Removal(steps, to, loss, lr, text, statistics, seed, unfolded)
-        try:
-            removed = remove(model, out, settings, resume=resume, on_progress=on_progress)
-        except KeyboardInterrupt:
-            if not signals:
-                raise
-            _complain("interrupted; the same command with --resume continues")
-            return 128 + signals[0]
-    _write(f"{removed}\nsaved to {out}")
+    settings = Settings(steps, loss, to, statistics, lr, seed)
+    removal, scores = remove_norms_of_run(run, out, settings, resume=resume, on_progress=Progress())
+    _write(f"{removal.fold}\n\n{align([[stage, f'{score:.4g}'] for stage, score in scores.items()])}\nsaved to {out}")
     return 0
 
 
@@ -416,7 +400,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     _command_line[:] = arguments
     try:
-        return _dispatch(COMMANDS, arguments, "papers")
+        return _dispatch(COMMANDS, import_modules(arguments), "papers")
     except KeyboardInterrupt:
         return _complain("interrupted; the same command again continues", INTERRUPTED)
     except BrokenPipeError:  # the reader of our output, such as `head`, has ended
@@ -429,6 +413,24 @@ def main(arguments: list[str] | None = None) -> int:
         return _complain(f"{what}: {error.filename}; what was written before is kept" if error.filename else what)
     except (ValueError, TypeError) as error:
         return _complain(str(error) or type(error).__name__)
+
+
+def import_modules(arguments: list[str]) -> list[str]:
+    """Import each module or .py file after `--import`, such as one with a norm of your own; return what is left."""
+    left, given = [], iter(arguments)
+    for argument in given:
+        option, is_joined, name = argument.partition("=")
+        if option != "--import":
+            left.append(argument)
+            continue
+        name = name if is_joined else next(given, "")
+        path = Path(name)
+        sys.path.insert(0, str(path.parent.absolute()))
+        module = path.stem if path.suffix == ".py" else name
+        if not module or importlib.util.find_spec(module) is None:
+            raise ValueError(f"--import {name}: found no such module or file; name a .py file or an installed module")
+        importlib.import_module(module)
+    return left
 
 
 def _dispatch(commands: Mapping[str, Callable[..., int]], arguments: list[str], prog: str) -> int:

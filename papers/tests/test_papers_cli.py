@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -13,6 +14,8 @@ from normkit_papers.studies import demo as demo_module
 from normkit_papers.studies.catalogue import RECIPES, STUDIES
 from normkit_papers.study import Base, Column, Row, Study
 from normkit_papers.train.folder import checkpoints, load
+
+import normkit
 
 SHORT = [
     "train", "vit_digits", "--model.width", "8", "--model.hidden", "8", "--model.depth", "1", "--model.heads", "1",
@@ -49,6 +52,19 @@ def test_the_demo_folds_one_norm_and_times_all(demo):
     assert un["fold"]["megabytes_folded"] < un["fold"]["megabytes_trained"]
     assert min(un["fold"]["seconds_folded"], layer["fold"]["seconds_trained"]) > 0
     assert load(demo / "un" / "folded").run.model.norm == "nonorm"
+
+
+def test_a_run_takes_a_norm_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "norms_of_ones_own.py"
+    path.write_text("import normkit\nnormkit.NORMS['mine'] = normkit.NORMS['layer']\n")
+    try:
+        assert main([*SHORT, "--import", str(path), "--model.norm", "mine", "--out", str(tmp_path / "run")]) == 0
+        assert results.read(tmp_path / "run")["run"]["model"]["norm"] == "mine"
+    finally:
+        normkit.NORMS.pop("mine", None)
+    assert main([*SHORT, "--import=no_such_module", "--out", str(tmp_path / "other")]) == 2
+    assert not (tmp_path / "other").exists()
 
 
 def test_overview_and_help_of_every_command(capsys):

@@ -126,7 +126,17 @@ def test_wrong_arguments_keep_the_rows_of_an_earlier_run(tmp_path):
     with pytest.raises(ValueError, match="rmss"):
         fit(Watch(every=1, to=path, quantities=["rmss"]), 3, tmp_path, False)
     assert path.read_bytes() == before
-    (tmp_path / "rows.parquet").write_bytes(b"kept")
-    with pytest.raises(ValueError, match=r"a file that grows is a \.csv"):
-        fit(Watch(every=1, to=tmp_path / "rows.parquet"), 3, tmp_path, False)
-    assert (tmp_path / "rows.parquet").read_bytes() == b"kept"
+    (tmp_path / "rows.txt").write_bytes(b"kept")
+    with pytest.raises(ValueError, match="to must be"):
+        fit(Watch(every=1, to=tmp_path / "rows.txt"), 3, tmp_path, False)
+    assert (tmp_path / "rows.txt").read_bytes() == b"kept"
+
+
+def test_the_loss_of_each_step_is_recorded(tmp_path):
+    callback = Watch(every=2, quantities=["loss"])
+    fit(callback, 4, tmp_path, False, accumulate_grad_batches=2)
+    losses = [row.value for row in callback.rows]
+    with torch.no_grad():
+        batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+        assert losses[0] == pytest.approx(float(Module().training_step(batch, 0)), rel=1e-5)
+    assert len(losses) == 4

@@ -145,7 +145,7 @@ def make(paths: Sequence[Path], title: str) -> Page:
     """
     page, folders, loose = Page(title), list[Path](), list[Recorded]()
     for path in paths:
-        if path.suffix not in (".csv", ".parquet") or path.is_dir():
+        if path.suffix != ".csv" or path.is_dir():
             folders.append(path)
             continue
         head = _fields(path)
@@ -168,8 +168,6 @@ def _fields(path: Path) -> list[str]:
     """Names of the columns of a CSV file; none for other files."""
     if not path.is_file():
         raise ValueError(f"there is no file or folder {path}")
-    if path.suffix != ".csv":
-        return []
     with path.open(encoding="utf8", errors="replace", newline="") as file:
         return next(csv.reader(io.StringIO(file.readline())), [])
 

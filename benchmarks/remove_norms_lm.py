@@ -1,0 +1,322 @@
+"""Remove the norms of SmolLM2-135M by several ways, and print one row of CSV each.
+
+    python benchmarks/remove_norms_lm.py MODEL WIKITEXT fit --way weights --bound --first 12
+    python benchmarks/remove_norms_lm.py MODEL WIKITEXT train --first 0 --minutes 13
+    python benchmarks/remove_norms_lm.py MODEL WIKITEXT cost
+
+MODEL is a folder with a Llama checkpoint, WIKITEXT one with `wiki.train.tokens.xz` and `wiki.valid.tokens.xz`. A norm
+becomes `x * scale + shift`, constant per channel, which folds into the weights that read it. The first token is always
+the same, so its keys and values are parameters, and its stream is not computed. Products run in bfloat16.
+"""
+
+import argparse
+import copy
+import csv
+import functools
+import itertools
+import lzma
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from normkit.models.huggingface import import_transformers
+
+LENGTH = 256  # tokens of a sequence, without the first token
+SITES = ((1, "n1", "qkv", "mix", "o"), (2, "n2", "gate_up", "act", "down"))  # half of a block: norm, readers, writer
+FIELDS = ["way", "first", "sites", "bound", "tokens", "steps", "seconds", "loss", "delta", "command"]
+
+
+class Line(nn.Module):
+    """What stands in a norm's place; clamped to [low, high] if bounds are given."""
+
+    def __init__(self, scale: Tensor, shift: Tensor, low: Tensor | None = None, high: Tensor | None = None):
+        super().__init__()
+        self.scale, self.shift, self.low, self.high = nn.Parameter(scale), nn.Parameter(shift), low, high
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.addcmul(self.shift, x, self.scale)
+        return y if self.low is None else torch.clamp(y, self.low, self.high)
+
+
+class Block(nn.Module):
+    """A block of Llama whose first token is a constant key and value."""
+
+    def __init__(self, layer: nn.Module, key: Tensor, value: Tensor, theta: float):
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self.n1, self.n2 = layer.input_layernorm, layer.post_attention_layernorm
+        self.qkv = joined(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.gate_up = joined(mlp.gate_proj, mlp.up_proj)
+        self.o, self.down = joined(attention.o_proj), joined(mlp.down_proj)
+        self.key, self.value = nn.Parameter(key), nn.Parameter(value)  # [1, key heads, 1, width]
+        self.width, self.theta = key.shape[-1], theta
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = h + self.o(self.mix(self.qkv(self.n1(h)))).float()
+        return h + self.down(self.act(self.gate_up(self.n2(h)))).float()
+
+    def mix(self, qkv: Tensor) -> Tensor:
+        """Attention of `[batch, time, channels]`, before its output projection."""
+        length, heads = qkv.shape[1], self.key.shape[1]
+        q, k, v = (x.unflatten(-1, (-1, self.width)).transpose(1, 2) for x in qkv.split(
+            [qkv.shape[-1] - 2 * heads * self.width, heads * self.width, heads * self.width], -1))  # fmt: skip
+        angle = torch.arange(1, length + 1)[:, None] * self.theta ** -(torch.arange(0, self.width, 2) / self.width)
+        cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
+        q, k = (x * cos + torch.cat([-x[..., self.width // 2 :], x[..., : self.width // 2]], -1) * sin for x in (q, k))
+        k, v = (torch.cat([a.expand(len(b), -1, -1, -1), b], 2) for a, b in ((self.key, k), (self.value, v)))
+        seen = torch.ones(length, length + 1, dtype=torch.bool).tril(1)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+        return y.transpose(1, 2).flatten(2)
+
+    def act(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+
+class Model(nn.Module):
+    """Llama with a constant first token."""
+
+    def __init__(self, llama: nn.Module, first_token: int):
+        super().__init__()
+        cache = llama(torch.tensor([[first_token]]), use_cache=True).past_key_values.layers
+        theta = llama.config.rope_parameters["rope_theta"]
+        self.embed, self.norm = llama.model.embed_tokens, llama.model.norm
+        self.blocks = nn.ModuleList(
+            Block(b, c.keys, c.values, theta) for b, c in zip(llama.model.layers, cache, strict=True)
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.embed(ids)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+    def head(self, h: Tensor) -> Tensor:
+        return F.linear(self.norm(h), self.embed.weight)
+
+
+def joined(*layers: nn.Linear) -> nn.Linear:
+    """Return one linear layer with a bias for several that read the same."""
+    layer = nn.Linear(layers[0].in_features, sum(each.out_features for each in layers))
+    layer.weight.data = torch.cat([each.weight.data for each in layers])
+    layer.bias.data.zero_()
+    return layer
+
+
+def in_parts(function, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return torch.cat([function(part).float() for part in x.split(4)])
+
+
+def rms(x: Tensor) -> Tensor:
+    return x.square().mean(-1).sqrt()
+
+
+def usual(x: Tensor, large: float = 2.0) -> Tensor:
+    """Return 1 for tokens below `large` times the median root mean square, else 0: `[batch, time]`."""
+    return (rms(x) < large * rms(x).median()).float()
+
+
+def states(model: Model, ids: Tensor) -> list[Tensor]:
+    """Return the stream before each norm."""
+    h, found = model.embed(ids), []
+    for block in model.blocks:
+        for _, norm, reader, middle, writer in SITES:
+            found.append(h)
+            h = h + in_parts(chain(block, norm, reader, middle, writer), h)
+    return [*found, h]
+
+
+def chain(block: Block, *names: str):
+    """Return a function that calls parts of a block one after the other."""
+    return lambda x: functools.reduce(lambda y, name: getattr(block, name)(y), names, x)
+
+
+def line(x: Tensor, y: Tensor, weight: Tensor, bound: bool) -> Line:
+    """Fit y = x * scale + shift in each channel by least squares; the bound is the range of y."""
+    x, y, w = x.flatten(0, 1).double(), y.flatten(0, 1).double(), weight.flatten().double()[:, None] / weight.sum()
+    mean_x, mean_y = (w * x).sum(0), (w * y).sum(0)
+    scale = (w * (x - mean_x) * (y - mean_y)).sum(0) / (w * (x - mean_x) ** 2).sum(0)
+    kept = y[w[:, 0] > 0].float()
+    return Line(scale.float(), (mean_y - scale * mean_x).float(), *((kept.amin(0), kept.amax(0)) if bound else ()))
+
+
+def regress(layer: nn.Linear, x: Tensor, y: Tensor, weight: Tensor, ridge: float) -> None:
+    """Change a linear layer so that it returns y; by ridge regression towards the weights that it has."""
+    missing, x = (y - in_parts(layer, x)).flatten(0, 1), x.flatten(0, 1)
+    w = weight.flatten()[:, None] / weight.sum()
+    mean_x, mean_y = (w * x).sum(0), (w * missing).sum(0)
+    x = x - mean_x
+    squares = (w * x).T @ x
+    squares.diagonal().add_(ridge * squares.diagonal().mean())
+    change = torch.cholesky_solve((w * x).T @ (missing - mean_y), torch.linalg.cholesky(squares)).T
+    layer.weight += change
+    layer.bias += mean_y - change @ mean_x
+
+
+@torch.no_grad()
+def fit(original: Model, known: list[Tensor], gone: set, way: str, bound: bool, ridge: float, large: float) -> Model:
+    """Replace norms by lines, block by block, on cached states of the original.
+
+    Ways: `pass` fits each norm on the original's states, `gains` on those of the new model, `weights` also regresses
+    the weights that read the norm to what they return in the original, and those that write to its stream.
+    """
+    model, h, changed = copy.deepcopy(original), known[0], False
+    for number, (block, theirs) in enumerate(zip(model.blocks, original.blocks, strict=True)):
+        for k, norm, reader, middle, writer in SITES:
+            x, after, removed = known[2 * number + k - 1], known[2 * number + k], (number, k) in gone
+            changed |= removed
+            if not changed:
+                h = after
+                continue
+            y, mine = getattr(theirs, norm)(x), x if way == "pass" else h
+            weight = usual(x, large) * usual(mine, large)
+            if removed:
+                setattr(block, norm, line(mine, y, weight, bound))
+            y_mine = getattr(block, norm)(h)
+            if removed and way == "weights":
+                regress(getattr(block, reader), y_mine, in_parts(getattr(theirs, reader), y), weight, ridge)
+            m = in_parts(chain(block, reader, middle), y_mine)
+            if way == "weights":
+                regress(getattr(block, writer), m, after - h, weight / rms(after).square(), ridge)
+            h = h + in_parts(getattr(block, writer), m)
+    if "final" in gone:
+        mine = known[-1] if way == "pass" else h
+        model.norm = line(mine, original.norm(known[-1]), usual(known[-1]) * usual(mine), False)
+    return model
+
+
+def train(original: Model, model: Model, data: Tensor, first: int, minutes: float, lr: float = 4e-4) -> int:
+    """Train towards the stream of the original after each block and its outputs; return the number of steps."""
+    model.requires_grad_(False).norm.requires_grad_(True)
+    model.blocks[first:].requires_grad_(True)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer, start, done = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0), time.time(), 0
+    for ids in data.split(4):
+        share = max(4 * done / len(data), (time.time() - start) / (60 * minutes))
+        if share >= 1:
+            break
+        optimizer.param_groups[0]["lr"] = min(1, (done + 1) / 8) * (1 - share) * lr
+        x = h = model.embed(ids)
+        total = torch.zeros(())
+        for number, (theirs, block) in enumerate(zip(original.blocks, model.blocks, strict=True)):
+            with torch.autocast("cpu", torch.bfloat16):
+                with torch.no_grad():
+                    x = theirs(x)
+                if number < first:  # not changed
+                    h = x
+                    continue
+                h = block(h)
+            error = (h - x).square().mean(-1) / x.square().mean(-1)
+            total = total + (usual(x) * error.log1p()).mean()
+        some = torch.randperm(ids.numel())[:256]  # the output's product is the largest
+        with torch.autocast("cpu", torch.bfloat16):
+            wanted, found = original.head(x.flatten(0, 1)[some]).float(), model.head(h.flatten(0, 1)[some]).float()
+        outputs = F.kl_div(found.log_softmax(-1), wanted.log_softmax(-1), reduction="batchmean", log_target=True)
+        optimizer.zero_grad()
+        (total + outputs).backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        done += 1
+    return done
+
+
+@torch.no_grad()
+def loss(model: Model, ids: Tensor, h: Tensor | None = None, start: int = 0) -> float:
+    """Return the loss in nats per token, from the states `h` that enter block `start`."""
+    total = 0.0
+    for part, x in zip(ids.split(4), (model.embed(ids) if h is None else h).split(4), strict=True):
+        with torch.autocast("cpu", torch.bfloat16):
+            last = functools.reduce(lambda y, block: block(y), model.blocks[start:], x)
+            logits = model.head(last)[:, :-1].float()
+        total += float(F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum"))
+    total /= ids[:, 1:].numel()
+    return total if math.isfinite(total) else math.inf
+
+
+def costs(original: Model, lines: Model, valid: Tensor):
+    """Yield (way, layer, site, loss) without each norm alone, and without it and all that follow it."""
+    known, kept, joint = states(original, valid), copy.deepcopy(original), copy.deepcopy(original)
+    joint.norm = kept.norm = lines.norm
+    yield "alone", len(known) // 2, "final", loss(kept, valid, known[-1], len(kept.blocks))
+    kept.norm = original.norm
+    for number in reversed(range(len(kept.blocks))):
+        for norm in ("n2", "n1"):
+            block, new = kept.blocks[number], getattr(lines.blocks[number], norm)
+            old = getattr(block, norm)
+            setattr(block, norm, new)
+            yield "alone", number, norm, loss(kept, valid, known[2 * number], number)
+            setattr(block, norm, old)
+            setattr(joint.blocks[number], norm, new)
+            yield "last to first", number, norm, loss(joint, valid, known[2 * number], number)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    add = parser.add_argument
+    add("model")
+    add("wikitext", type=Path)
+    add("task", choices=["fit", "train", "cost"])
+    add("--way", choices=["pass", "gains", "weights"], default="weights")
+    add("--first", type=int, default=0, help="norms of this layer and all after it go, and the final norm")
+    add("--sites", choices=["both", "attention"], default="both")
+    add("--bound", action="store_true", help="clamp what stands in a norm's place")
+    add("--sequences", type=int, default=16, help="to fit on, of 256 tokens")
+    add("--keep", type=int, default=0, help="attention norms of so many layers from the first stay")
+    add("--large", type=float, default=2.0, help="tokens above so many times the median are left out of the fit")
+    add("--ridge", type=float, default=0.3)
+    add("--minutes", type=float, default=13)
+    add("--steps", type=int, default=160)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    transformers = import_transformers()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    llama = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+
+    def tokens(split: str, number: int) -> Tensor:
+        with lzma.open(args.wikitext / f"wiki.{split}.tokens.xz", "rt", encoding="utf8", newline="\n") as file:
+            ids = tokenizer(file.read(number * LENGTH * 8), add_special_tokens=False)["input_ids"]
+        return torch.tensor(ids[: number * LENGTH]).view(number, LENGTH)
+
+    with torch.no_grad():
+        original = Model(llama, 0).requires_grad_(False)
+    valid = tokens("valid", 2 if args.task == "cost" else 8)
+    base, start = loss(original, valid), time.time()
+    write = csv.writer(sys.stdout, lineterminator="\n").writerow
+    command = "python benchmarks/remove_norms_lm.py MODEL WIKITEXT " + " ".join(sys.argv[3:])
+
+    def row(way: str, first: object, sites: str, steps: int, value: float) -> None:
+        sites = f"{sites} but attention below {args.keep}" if args.keep else sites
+        fitted, seconds = args.sequences * LENGTH, round(time.time() - start)
+        losses = [f"{value:.4f}", f"{value - base:.4f}"]
+        write([way, first, sites, args.bound, fitted, steps, seconds, *losses, command])
+        sys.stdout.flush()
+
+    write(FIELDS)
+    known = states(original, tokens("train", args.sequences))
+    first, way = (0, "pass") if args.task == "cost" else (args.first, args.way)
+    kinds = (1, 2) if args.sites == "both" else (1,)
+    gone = set(itertools.product(range(first, len(original.blocks)), kinds))
+    gone -= {(number, 1) for number in range(args.keep)}
+    gone |= {"final"} if args.sites == "both" else set()
+    model = fit(original, known, gone, way, args.bound, args.ridge, args.large)
+    if args.task == "cost":
+        row("original", "", "", 0, base)
+        for way, number, site, value in costs(original, model, valid):
+            row(way, number, site, 0, value)
+        return
+    row(args.way, first, args.sites, 0, loss(model, valid))
+    if args.task == "train":
+        data = tokens("train", args.sequences + 4 * args.steps)[args.sequences :]
+        steps = train(original, model, data, first, args.minutes)
+        row(f"{args.way}, trained", first, args.sites, steps, loss(model, valid))
+
+
+if __name__ == "__main__":
+    main()

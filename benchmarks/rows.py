@@ -1,0 +1,35 @@
+"""Rows of results in CSV files, and where they were measured."""
+
+import csv
+import io
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from normkit._util import write_whole
+
+
+def keep(path: Path, columns: Iterable[str], key: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Put rows into a CSV file, in the place of those with the same values in the columns `key`; sort by these."""
+    key = tuple(key)
+    old = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf8")))) if path.exists() else []
+    made = {tuple(str(row[each]) for each in key): row for row in [*old, *rows]}
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*columns], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(made[each] for each in sorted(made))
+    write_whole(path, text.getvalue().encode())
+
+
+def commit() -> str:
+    """The commit of this repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def processor() -> str:
+    """The name of the processor."""
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text(encoding="utf8").splitlines() if about.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")

@@ -1,0 +1,165 @@
+"""Find, without training, the norms that a model can lose within a budget."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from normkit.models import calibrate
+from normkit.models.calibrate import evaluating
+from normkit.models.checks import copy_model
+from normkit.models.fit import Moments, solve
+from normkit.models.invoke import Forward, call, input_and_mask
+from normkit.models.take_apart import take_norms_apart
+from normkit.norms import StatNorm
+
+Score = Callable[[nn.Module], float]  # of a model; lower is better
+
+
+class Cost(NamedTuple):
+    """What a norm costs.
+
+    Attributes:
+        norm: Its name in the model.
+        block: Name of the block that holds it.
+        alone: Rise of the score if it alone has frozen statistics.
+        gone: True if it is among those that the budget allows.
+    """
+
+    norm: str
+    block: str
+    alone: float
+    gone: bool
+
+
+class Chosen(NamedTuple):
+    """The norms that a budget allows.
+
+    Attributes:
+        model: The model with frozen statistics in these norms.
+        costs: Of every norm, in the order in which they run.
+        forwards: How often the batches of the fit or of the score went through a model.
+    """
+
+    model: nn.Module
+    costs: tuple[Cost, ...]
+    forwards: int
+
+
+def block_of(name: str) -> str:
+    """Return the block of a module: its name up to the first number, or the module itself.
+
+    >>> block_of("model.layers.3.input_layernorm"), block_of("model.norm")
+    ('model.layers.3', 'model.norm')
+    """
+    parts = name.split(".")
+    return ".".join(parts[: next((i + 1 for i, part in enumerate(parts) if part.isdigit()), len(parts))])
+
+
+@torch.no_grad()
+def choose(
+    original: nn.Module,
+    converted: nn.Module,
+    batches: Sequence[Any],
+    score: Score,
+    budget: float,
+    *,
+    forward: Forward | None = None,
+    mask: Callable[[Any], Tensor | None] = lambda batch: None,
+    on_progress: Callable[[str, int, int], object] = lambda *_: None,
+) -> Chosen:
+    """Choose norms whose removal raises the score by no more than the budget.
+
+    Each norm is fitted on what the original gives it, and its cost alone is measured. Blocks are then tried, the
+    cheapest first: all norms of the block that alone keep to the budget, else the cheapest of them. What raises the
+    joint score above the budget is put back. In the end `calibrate(like=original)` fits the chosen norms again, one on
+    the other, which is kept if it lowers the score.
+
+    Args:
+        original: The model, in evaluation mode.
+        converted: The model with offline norms.
+        batches: To fit on.
+        score: Returns a number for a model, such as its loss.
+        budget: Largest rise of the score.
+        forward: Called as `forward(model, batch)` in place of the model.
+        mask: Called as `mask(batch)`; returns True for real positions, or None.
+        on_progress: Called as `on_progress(stage, done, of)`.
+    """
+    names = [name for name, module in converted.named_modules() if isinstance(module, StatNorm)]
+    if set(names) - {name for name, _ in original.named_modules()}:
+        take_norms_apart(original := copy_model(original), names)  # modules of norm and activation
+    order = _fit_alone(original, converted, names, batches, forward, mask)
+    base, tried = score(original), 0
+
+    def rise(chosen: Iterable[str]) -> float:
+        nonlocal tried
+        tried += 1
+        with evaluating(model := mixed(original, converted, chosen)):
+            return score(model) - base
+
+    alone: dict[str, float] = {}
+    for name in order:
+        alone[name] = rise([name])
+        on_progress("measuring norm", len(alone), len(order))
+    blocks: dict[str, list[str]] = {}
+    for name in sorted(order, key=alone.__getitem__):
+        if alone[name] <= budget:
+            blocks.setdefault(block_of(name), []).append(name)
+    gone: list[str] = []
+    cheapest = sorted(blocks.values(), key=lambda block: sum(alone[name] for name in block))
+    lowest = 0.0
+    for number, block in enumerate(cheapest, 1):
+        for more in (block, block[:1])[: len(block)]:
+            if (found := rise([*gone, *more])) <= budget:
+                gone, lowest = [*gone, *more], found
+                break
+        on_progress("adding block", number, len(cheapest))
+    model = mixed(original, converted, gone)
+    forwards = 2 + tried  # one to fit, one of the original
+    if gone:
+        fitted = calibrate(model, batches, like=original, forward=forward)
+        with evaluating(fitted):
+            if score(fitted) - base < lowest:
+                model = fitted
+        forwards += 4
+    costs = tuple(Cost(name, block_of(name), alone[name], name in gone) for name in order)
+    return Chosen(model.eval(), costs, forwards)
+
+
+def mixed(original: nn.Module, converted: nn.Module, names: Iterable[str]) -> nn.Module:
+    """Return the original with some norms of the converted model; tensors are shared."""
+    model = copy_model(original, share_all=True)
+    for name in names:
+        model.set_submodule(name, converted.get_submodule(name))
+    return model
+
+
+def _fit_alone(original, converted, names, batches, forward, mask) -> list[str]:
+    """Fit each norm on inputs and outputs of the original's; return the names in the order in which they ran."""
+    found: dict[str, Moments] = {}
+    real: list[Tensor | None] = []
+
+    def see(name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], y: Tensor) -> None:
+        norm = converted.get_submodule(name)
+        x, own = input_and_mask(args, kwargs or {"x": y})
+        x, y = (each.movedim(norm.channel_dim, -1) for each in (x, y))
+        x = norm.rest(x)
+        own = real[-1] if own is None and real[-1] is not None and real[-1].shape == x.shape[:-1] else own
+        rows = Moments.of(*(each.flatten(0, -2) if own is None else each[own] for each in (x, y)))
+        found[name] = found[name].join(rows) if name in found else rows
+
+    with ExitStack() as hooks:
+        for name in names:
+            hook = functools.partial(see, name)
+            hooks.enter_context(original.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
+        for batch in batches:
+            real.append(mask(batch))
+            call(original, batch, forward)
+    for name, rows in found.items():
+        if not rows.usable:
+            raise ValueError(f"remove_norms() found no finite activations of real tokens at {name}")
+        solve(converted.get_submodule(name), rows)
+    return list(found)

@@ -1,0 +1,265 @@
+"""Remove the norms of a trained model."""
+
+import contextlib
+import copy
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from normkit._util import is_int, is_number, require, require_functions
+from normkit.fold import Report
+from normkit.fold import fold as fold_model
+from normkit.models import calibrate, convert, find
+from normkit.models.checks import check_not_meta, check_not_wrapped
+from normkit.models.invoke import Call, Forward, Pick, arguments, call, check_batches
+from normkit.norms import StatNorm, make, parse
+from normkit.removal.budget import Cost, Score, choose
+from normkit.removal.distill import Comparison, Loss, mask_of, train
+
+STEPS = 300  # of training
+FITTED = 8  # batches that gains and biases are fitted to
+CALIBRATED = 100  # batches that statistics are measured on after training on the statistics of batches
+CLOSE = {"nats": (0.02, 0.1), "cosine": (0.01, 0.05)}  # by unit: rise up to which a model is close, or near
+IN_INTEGERS = 1e4  # factor of a weight above which float16 and 8-bit integers suffer
+UNITS = {True: "Kullback-Leibler divergence of the logits from the original's, in nats", False: "1 - cosine of outputs"}
+
+
+@dataclass(frozen=True)
+class Removal:
+    """Result of `remove_norms`; prints with a verdict.
+
+    Attributes:
+        fold: The report of folding.
+        scores: By stage: "original"; "fitted", before any training; "without norms", the folded model. Lower is better.
+        unit: What a score is.
+        steps: Training steps; 0 with a budget.
+        costs: With a budget, what each norm costs, in the order in which they run.
+        budget: Largest rise of the score, or None.
+        forwards: With a budget, how often the batches of the fit or of the score went through a model.
+    """
+
+    fold: Report
+    scores: dict[str, float]
+    unit: str
+    steps: int
+    costs: tuple[Cost, ...] = ()
+    budget: float | None = None
+    forwards: int = 0
+
+    @property
+    def rise(self) -> float:
+        """Rise of the score from the original to the model without norms."""
+        return self.scores["without norms"] - self.scores["original"]
+
+    @property
+    def verdict(self) -> str:
+        """What the numbers mean, in words."""
+        if self.budget is not None:
+            gone, most = sum(cost.gone for cost in self.costs), max(cost.alone for cost in self.costs)
+            return (
+                f"{gone} of {len(self.costs)} norms can go for {self.rise:.3g} of a budget of {self.budget:g}, without "
+                f"training. The most expensive norm alone costs {most:.3g}. This took {self.forwards} forwards."
+            )
+        near, far = next((limits for unit, limits in CLOSE.items() if unit in self.unit), (None, None))
+        if near is None or far is None:
+            return f"The score changed by {self.rise:.3g}."
+        if self.rise <= near:
+            return "The model without norms is close to the original."
+        learned = self.rise < 0.5 * (self.scores["fitted"] - self.scores["original"])
+        advice = f"More steps than {self.steps} help." if learned else "Training helped little: change steps or lr."
+        if self.rise <= far:
+            return f"The model without norms is near the original: test it on your task before you use it. {advice}"
+        return f"The model without norms is far from the original: do not use it. {advice}"
+
+    def __str__(self) -> str:
+        scores = ", ".join(f"{stage} {score:.4g}" for stage, score in self.scores.items())
+        lines = [str(self.fold)]
+        if self.fold.largest_factor > IN_INTEGERS:
+            lines.append(
+                "Such factors are no fault in float32 and bfloat16. For float16 or 8-bit integers fold with spread=16."
+            )
+        return "\n".join([*lines, "", f"{self.unit}: {scores}", self.verdict])
+
+
+def remove_norms(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    steps: int | None = None,
+    budget: float | None = None,
+    held_out: Sequence[Any] | None = None,
+    outputs: Pick | None = None,
+    logits: bool | None = None,
+    forward: Forward | None = None,
+    mask: Callable[[Any], Any] = mask_of,
+    loss: Loss | None = None,
+    score: Score | None = None,
+    unit: str = "",
+    to: str = "un(warmup=0)",
+    lr: float = 3e-4,
+    statistics: str | None = None,
+    fold: Callable[[nn.Module], tuple[nn.Module, Report]] | None = None,
+    seed: int = 0,
+    checkpoint: Path | None = None,
+    on_progress: Callable[[str, int, int, float], object] | None = None,
+) -> tuple[nn.Module, Removal]:
+    """Return a model without its norms, and a report; the model is not changed.
+
+    Norms are converted to ones with frozen statistics and fitted to the original's by least squares. The model is then
+    trained a little, towards the original's outputs and what its norms return (embeddings stay), or with your loss. The
+    result is folded, which is verified in float64. With `budget` nothing is trained: the norms that the model can lose
+    within the budget go, the others stay.
+
+    Args:
+        model: The trained model, on the device where it shall be trained.
+        batches: Inputs: mappings of keywords, tuples of arguments, or single arguments. The first 8 serve the fit.
+            They are repeated if there are fewer than `steps`.
+        steps: Training steps; some hundred towards the original's outputs, a thousand with labels. None for 300.
+        budget: Largest rise of the score, in its unit; None to train.
+        held_out: Batches to score on. None scores on those of the fit, which flatters.
+        outputs: Picks the tensor to compare from what the model returns; None for logits or hidden states.
+        logits: True if these are logits; None if the model's output calls them so.
+        forward: Called as `forward(model, batch)` in place of the model.
+        mask: Called as `mask(batch)`, returns True for real positions of the output, or None. By default the key
+            `attention_mask` of a batch, which then also masks the statistics of the norms.
+        loss: Called as `loss(model, batch)`: train on it, with dropout. None for the distance from the original.
+        score: Called as `score(model)`; lower is better. None for the distance from the original.
+        unit: What `score` is, for the report.
+        to: Spec of the norm that is folded.
+        lr: Highest learning rate. Without norms nothing bounds activations: a third of the model's own, or less.
+        statistics: Statistics of the new norms in training: "frozen", or "batches", calibrated at the end. None for
+            "batches" with `loss`, else "frozen".
+        fold: Called as `fold(model)` in place of `normkit.fold` on the first batch.
+        seed: Seed of dropout.
+        checkpoint: File that training writes every 50 steps. If it exists, training continues; give equal arguments.
+        on_progress: Called as `on_progress(stage, done, of, seconds left)`.
+
+    Raises:
+        ValueError: If an argument is wrong, the model has no norms, batches are missing or the loss is not finite.
+        TypeError: If `batches` is a single batch.
+
+    Examples:
+        >>> import torch, normkit
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+        >>> folded, report = normkit.remove_norms(model, [torch.randn(32, 4) for _ in range(8)], steps=20)
+        >>> folded[1], report.fold.foldable
+        (Identity(), '1 of 1')
+    """
+    if budget is not None and steps is not None:
+        raise ValueError("remove_norms(budget=) trains nothing; leave out steps=")
+    steps = STEPS if steps is None else steps
+    _check(model, batches, steps, budget, lr, statistics)
+    require_functions(outputs=outputs, forward=forward, mask=mask, loss=loss, score=score, fold=fold)
+    if forward is not None and fold is None:
+        raise ValueError("remove_norms(forward=) needs fold= too: a function that folds the model on an example")
+    if budget is not None and (loss is not None or statistics is not None):
+        raise ValueError("remove_norms(budget=) trains nothing; leave out loss= and statistics=")
+    frozen = (statistics or ("frozen" if loss is None else "batches")) == "frozen"
+    _check_spec(model, to)
+    progress = _Progress(on_progress)
+    torch.manual_seed(seed)
+    original = copy.deepcopy(model).eval()
+    iterator = iter(batches)
+    first = list(islice(iterator, FITTED))
+    if not first:
+        raise ValueError("remove_norms() was given no batches")
+    data = _endless(batches, first, iterator)
+    with torch.no_grad():
+        found = call(original, first[0], forward)
+    compare = Comparison(original, outputs, hasattr(found, "logits") if logits is None else logits, forward, mask)
+    measured = first if held_out is None else list(held_out)
+    unit = UNITS[compare.logits] if score is None else unit or "score"
+    scored: Score = score or functools.partial(compare.mean, batches=measured)
+    mask_from = "attention_mask" if mask is mask_of and mask_of(first[0]) is not None else None
+    converted = convert(original, to, mask_from=mask_from).eval()
+    example = arguments(first[0])
+    folding = fold or functools.partial(_fold, example=example, outputs=outputs)
+    scores = {"original": scored(original)}
+    if budget is not None:
+        chosen = choose(original, converted, first, scored, budget, forward=forward, mask=mask, on_progress=progress)
+        progress("folding", 0, 1)
+        folded, report = folding(chosen.model)
+        scores["without norms"] = scored(folded)
+        return folded, Removal(report, scores, unit, 0, chosen.costs, budget, chosen.forwards)
+    calibrate(
+        converted, first, like=original, forward=forward, on_progress=functools.partial(progress, "fitting norm"),
+        inplace=True,
+    )  # fmt: skip
+    scores["fitted"] = scored(converted)
+    sites = [name for name, module in converted.named_modules() if isinstance(module, StatNorm)]
+    with _tables_kept(converted) if loss is None else contextlib.nullcontext():
+        train(
+            converted, loss or compare.loss(sites), data, steps=steps, lr=lr, dropout=loss is not None, frozen=frozen,
+            checkpoint=checkpoint, on_step=lambda step, _: progress("training, step", step, steps),
+        )  # fmt: skip
+    if not frozen:
+        calibrate(converted, islice(data, CALIBRATED), forward=forward, inplace=True)
+    progress("folding", 0, 1)
+    folded, report = folding(converted)
+    scores["without norms"] = scored(folded)
+    return folded, Removal(report, scores, unit, steps)
+
+
+class _Progress:
+    """Reports done and all items of a stage, with the seconds left."""
+
+    def __init__(self, tell: Callable[[str, int, int, float], object] | None):
+        self.tell, self.stage, self.first, self.started = tell, "", 0, 0.0
+
+    def __call__(self, stage: str, done: int, of: int) -> None:
+        if stage != self.stage:
+            self.stage, self.first, self.started = stage, done, time.monotonic()
+        past = done - self.first
+        left = (time.monotonic() - self.started) / past * (of - done) if past else float("nan")
+        if self.tell is not None:
+            self.tell(stage, done, of, left)
+
+
+def _endless(batches: Iterable[Any], first: Sequence[Any], rest: Iterator[Any]) -> Iterator[Any]:
+    """Yield the first batches and the rest; then all again, if `batches` is no generator."""
+    yield from first
+    yield from rest
+    while rest is not batches:
+        yield from batches
+
+
+def _fold(model: nn.Module, example: Call, outputs: Pick | None) -> tuple[nn.Module, Report]:
+    return fold_model(model, *example.args, outputs=outputs, **example.kwargs)
+
+
+@contextlib.contextmanager
+def _tables_kept(model: nn.Module) -> Iterator[None]:
+    """Keep embeddings in training: Adam would move the row of a rare token by a full step for each single gradient."""
+    tables = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters() if p.requires_grad}
+    for table in tables:
+        table.requires_grad_(False)
+    yield
+    for table in tables:
+        table.requires_grad_(True)
+
+
+def _check(model: Any, batches: Any, steps: Any, budget: Any, lr: Any, statistics: Any) -> None:
+    check_not_wrapped(model, "remove_norms")
+    check_not_meta(model, "remove_norms")
+    check_batches(batches, "remove_norms()")
+    require(is_int(steps) and steps >= 1, "steps", steps, "a whole number of at least 1")
+    require(budget is None or (is_number(budget) and budget >= 0), "budget", budget, "a number of at least 0, or None")
+    require(is_number(lr) and 0 < lr < float("inf"), "lr", lr, "above 0 and finite")
+    require(statistics in (None, "frozen", "batches"), "statistics", statistics, "'frozen', 'batches' or None")
+
+
+def _check_spec(model: nn.Module, to: str) -> None:
+    """Raise a ValueError unless a model has norms, and the spec is of one that folds."""
+    parse(to)
+    found = [norm for norm in find(model).values() if parse(norm.kind)[0] != "nonorm"]
+    if not found:
+        raise ValueError("the model has no norms left to remove")
+    if not (isinstance(new := make(to, found[0].dim), StatNorm) and new.offline):
+        raise ValueError(f"to={to!r} computes statistics at inference, too; take un, mabn or power(groups=0)")

@@ -1,0 +1,280 @@
+"""`remove_norms` and `normkit remove-norms`: models lose their norms, by training or within a budget."""
+
+import csv
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torchvision_stub import load_torchvision
+
+import normkit
+from normkit.cli import main
+from normkit.norms import Norm
+from normkit.removal.folders import longest
+
+load_torchvision()
+WORDS = [f"w{number}" for number in range(40)]
+
+
+class Encoder(nn.Module):
+    """A pre-norm Transformer that returns vectors."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(30, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, nn.LayerNorm(16), enable_nested_tensor=False)
+
+    def forward(self, x):
+        return self.layers(self.embed(x))
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    torch.manual_seed(0)
+    model = Encoder()
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    batches = [torch.randint(0, 30, (16, 12)) for _ in range(30)]
+    return model, batches
+
+
+def test_training_brings_the_folded_model_near_the_original(encoder):
+    model, batches = encoder
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    held_out, stages = [torch.randint(0, 30, (16, 12)) for _ in range(4)], []
+    folded, report = normkit.remove_norms(
+        model, batches, steps=60, lr=1e-3, held_out=held_out, on_progress=lambda *given: stages.append(given)
+    )
+    assert report.fold.foldable == "5 of 5"
+    assert not any(isinstance(module, nn.LayerNorm | Norm) for module in folded.modules())
+    assert report.scores["original"] < 1e-6
+    assert report.scores["without norms"] < 0.5 * report.scores["fitted"]
+    with torch.no_grad():
+        mine, theirs = (each.eval()(held_out[0]).mean(1) for each in (folded, model))
+    assert 1 - nn.functional.cosine_similarity(mine, theirs).mean() < 3 * report.scores["without norms"]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert ("fitting norm", 5, 5) in [stage[:3] for stage in stages]
+    assert all(left < 600 for stage, done, _, left in stages if stage == "training, step" and done > 1)
+
+
+def test_a_continued_training_ends_with_the_same_weights(encoder, tmp_path, monkeypatch):
+    model, batches = encoder
+    monkeypatch.setattr("normkit.removal.distill.SAVE_EVERY", 3)
+
+    def stop(stage, done, of, left):
+        if stage == "training, step" and done == 5:
+            raise KeyboardInterrupt
+
+    whole, _ = normkit.remove_norms(model, batches, steps=8)
+    with pytest.raises(KeyboardInterrupt):
+        normkit.remove_norms(model, batches, steps=8, checkpoint=tmp_path / "c.pt", on_progress=stop)
+    steps = []
+    parts, _ = normkit.remove_norms(
+        model, batches, steps=8, checkpoint=tmp_path / "c.pt",
+        on_progress=lambda stage, done, *_: steps.append(done) if stage == "training, step" else None,
+    )  # fmt: skip
+    assert steps == [4, 5, 6, 7, 8]
+    assert all(torch.equal(value, parts.state_dict()[name]) for name, value in whole.state_dict().items())
+
+
+def test_with_labels_statistics_are_of_batches_and_calibrated(encoder):
+    model, batches = encoder
+    model = nn.Sequential(model, nn.Linear(16, 3))
+    seen = []
+
+    def loss(model, x):
+        seen.append({module.training for module in model.modules() if isinstance(module, Norm)})
+        return nn.functional.cross_entropy(model(x).flatten(0, 1), (x % 3).flatten())
+
+    score = lambda model: float(loss(model, batches[0]).detach())  # noqa: E731
+    _, report = normkit.remove_norms(model, batches, steps=40, lr=3e-3, loss=loss, score=score, unit="nats")
+    assert seen[3] == {True}
+    assert report.scores["without norms"] < report.scores["original"]
+    assert "close" in report.verdict
+
+
+def language_model(outlier: float):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=45, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+        max_position_embeddings=64, initializer_range=0.3, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.model.embed_tokens.weight.data[1] *= outlier
+    return model
+
+
+def first_tokens(count):
+    return [{"input_ids": torch.randint(3, 45, (8, 24)).index_fill_(1, torch.tensor([0]), 1)} for _ in range(count)]
+
+
+def test_a_budget_keeps_the_norms_that_a_huge_first_token_makes_expensive():
+    found = {}
+    for outlier in (1, 300):
+        model, batches = language_model(outlier), first_tokens(6)
+        held_out = first_tokens(2)
+        folded, report = normkit.remove_norms(model, batches, budget=0.3, held_out=held_out)
+        gone = {cost.norm for cost in report.costs if cost.gone}
+        assert [cost.norm for cost in report.costs][1:7:2] == [
+            f"model.layers.{n}.post_attention_layernorm" for n in range(3)
+        ]
+        assert report.rise <= 0.3 + 1e-4
+        assert all(cost.alone <= 0.3 for cost in report.costs if cost.gone)
+        assert {name for name, module in folded.named_modules() if isinstance(module, nn.Identity)} >= gone
+        with torch.no_grad():  # the score is that of the folded model
+            pairs = [[m(**b).logits.log_softmax(-1) for m in (folded, model)] for b in held_out]
+        rise = torch.stack([(theirs.exp() * (theirs - mine)).sum(-1) for mine, theirs in pairs]).mean()
+        assert report.rise == pytest.approx(float(rise), abs=1e-5)
+        assert report.forwards >= len(report.costs)
+        found[outlier] = report
+    assert sum(cost.gone for cost in found[1].costs) >= 1
+    most = {outlier: max(cost.alone for cost in report.costs) for outlier, report in found.items()}
+    assert sum(cost.gone for cost in found[300].costs) < sum(cost.gone for cost in found[1].costs)
+    assert most[300] > 2 * most[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [({"steps": 0}, "steps"), ({"lr": float("nan")}, "lr"), ({"budget": -1}, "budget"), ({"to": "rms"}, "to"),
+     ({"statistics": "some"}, "statistics"), ({"steps": 5, "budget": 0.1}, "steps")],
+)  # fmt: skip
+def test_wrong_arguments_raise(given, name, encoder):
+    with pytest.raises(ValueError, match=name):
+        normkit.remove_norms(*encoder, **given)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path, chance = tmp_path_factory.mktemp("text") / "text.txt", random.Random(0)
+    lines = [" ".join(chance.choices(WORDS, k=chance.randint(4, 9))) + "." for _ in range(600)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf8")
+    return path
+
+
+def saved(kind, folder):
+    transformers = pytest.importorskip("transformers")
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary), encoding="utf8")
+    transformers.BertTokenizerFast(str(folder / "vocab.txt"), model_max_length=48).save_pretrained(folder)
+    torch.manual_seed(0)
+    if kind == "LlamaForCausalLM":
+        model = language_model(1)
+    else:
+        config = transformers.BertConfig(
+            vocab_size=45, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+            max_position_embeddings=64, initializer_range=0.3,
+        )  # fmt: skip
+        model = getattr(transformers, kind)(config)
+    model.save_pretrained(folder)
+    if kind == "BertModel":
+        modules = [("0", "", "Transformer"), ("1", "1_Pooling", "Pooling")]
+        kinds = "sentence_transformers.models."
+        rows = [{"idx": int(n), "name": n, "path": path, "type": kinds + name} for n, path, name in modules]
+        (folder / "modules.json").write_text(json.dumps(rows))
+        (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 32, "do_lower_case": false}')
+        (folder / "1_Pooling").mkdir()
+        pooling = {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True}
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return folder
+
+
+LOADS = """
+import sys
+sys.modules["torchvision"] = None  # its build may not fit this torch
+import torch, transformers
+folder, auto, sentences = sys.argv[1:]
+model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True).eval()
+with torch.no_grad():
+    found = [model(input_ids=torch.tensor([[2, 7, 9, 3]]))[0]]
+    if sentences == "True":
+        from sentence_transformers import SentenceTransformer
+        model = SentenceTransformer(folder, trust_remote_code=True, device="cpu")
+        found.append(model.encode(["w1 w3."], convert_to_tensor=True))
+assert "normkit" not in sys.modules
+torch.save(found, f"{folder}/found.pt")
+"""
+
+
+@pytest.mark.parametrize("kind", ["BertModel", "BertForSequenceClassification", "LlamaForCausalLM"])
+def test_a_folder_loses_its_norms_and_stays_a_drop_in(kind, text, tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    folder, out = saved(kind, tmp_path / "model"), tmp_path / "out"
+    words = ["remove-norms", folder, "--text", text, "--second", text, "--steps", 4, "--out", out]
+    assert main([str(word) for word in words]) == 0
+    printed = capsys.readouterr()
+    assert "fitting norm" in printed.err
+    assert max(map(len, printed.out.replace(str(tmp_path), "").splitlines())) <= 120
+    names = [file.relative_to(folder) for file in folder.rglob("*") if file.is_file() and "model.safe" not in file.name]
+    assert all((out / name).is_file() for name in names)
+    assert not (out / ".removal").exists()
+    model = normkit.load_pretrained(out)
+    assert not any("Norm" in type(module).__name__ for module in model.modules())
+    kept = json.loads((out / "removal.json").read_text())
+    texts = {row["text"] for row in kept["rows"]}
+    assert texts == {"held out", "second text"}
+    if kind == "LlamaForCausalLM":
+        assert set(kept["rows"][0]) == {"text", "positions", "loss", "original", "same next"}
+        assert len(kept["samples"]) == 3
+    else:
+        assert [row["tokens"] for row in kept["rows"][:2]] == sorted(row["tokens"] for row in kept["rows"][:2])
+    autos = {"BertModel": "AutoModel", "LlamaForCausalLM": "AutoModelForCausalLM"}
+    auto = autos.get(kind, "AutoModelForSequenceClassification")
+    sentences = kind == "BertModel" and importlib.util.find_spec("sentence_transformers") is not None
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-c", LOADS, str(out), auto, str(sentences)], check=True, env=environment)
+    found = torch.load(out / "found.pt")
+    with torch.no_grad():
+        torch.testing.assert_close(found[0], model(input_ids=torch.tensor([[2, 7, 9, 3]]))[0], rtol=1e-4, atol=1e-5)
+        if sentences:
+            ids = torch.tensor([[2, 6, 8, 1, 3]])  # "." is unknown
+            torch.testing.assert_close(found[1][0], model(input_ids=ids)[0].mean(1)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_budget_on_the_command_line_writes_the_costs_by_depth(text, tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    folder, out = saved("LlamaForCausalLM", tmp_path / "model"), tmp_path / "out"
+    words = ["remove-norms", folder, "--text", text, "--budget", 0.2, "--length", 24, "--out", out]
+    assert main([str(word) for word in words]) == 0
+    rows = list(csv.DictReader((out / "costs.csv").read_text().splitlines()))
+    assert [int(row["depth"]) for row in rows] == list(range(7))
+    kept = json.loads((out / "removal.json").read_text())["removal"]
+    assert kept["scores"]["without norms"] - kept["scores"]["original"] <= 0.2 + 1e-4
+    modules = normkit.load_pretrained(out).named_modules()
+    gone = {row["norm"] for row in rows if row["gone"] == "yes"}
+    assert gone <= {name for name, module in modules if isinstance(module, nn.Identity)}
+    assert (out / "load.py").is_file()
+
+
+def test_the_length_is_the_folders(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    folder = saved("BertModel", tmp_path)
+    given = (folder, normkit.load_pretrained(folder), transformers.AutoTokenizer.from_pretrained(folder))
+    assert longest(*given) == 32
+    (folder / "sentence_bert_config.json").unlink()
+    assert longest(*given) == 48
+    given[2].model_max_length = 10**30
+    assert longest(*given) == 64
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "message"),
+    [("org/name", [], "hf download org/name"), ("model", ["--text", "wikitext-2"], "--text wikitext-2"),
+     ("model", ["--out", "model"], "model itself"), ("model", ["--resume"], "--resume"),
+     ("model", ["--text", "short.txt"], "too short")],
+)  # fmt: skip
+def test_bad_input_is_one_line_with_a_remedy(model, words, message, text, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    saved("BertModel", tmp_path / "model")
+    (tmp_path / "short.txt").write_text("one line\n")
+    assert main(["remove-norms", model, "--text", str(text), "--out", "out", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out" / "config.json").exists()

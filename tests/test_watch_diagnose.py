@@ -1,0 +1,301 @@
+"""Faults are found where they are, and not in healthy runs."""
+
+import pytest
+import torch
+import watch_runs
+from torch import nn
+
+import normkit
+from normkit.watch import NOT_CHECKED, THRESHOLDS, Row, checked, diagnose
+from normkit.watch.diagnose import CHECKS, target_share
+from normkit.watch.recording import Recording
+from normkit.watch.sites import format_sites
+
+
+def sample(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def fit(model, batches, lr=1e-3, every=1):
+    """Train a model to reproduce its input; its rows."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr)
+    criterion = nn.MSELoss()
+    with normkit.record(model, every=every, loss=criterion) as rows:
+        for x in batches:
+            optimizer.zero_grad()
+            criterion(model(x), x).backward()
+            optimizer.step()
+    return list(rows)
+
+
+def mlp(*norms, width=16):
+    torch.manual_seed(0)
+    parts = [part for norm in norms for part in (normkit.make(norm, width), nn.Linear(width, width), nn.GELU())]
+    return nn.Sequential(*parts, nn.Linear(width, width))
+
+
+def faults(rows):
+    return [finding for finding in diagnose(rows) if finding.kind != NOT_CHECKED]
+
+
+def kinds(rows):
+    return [finding.kind for finding in faults(rows)]
+
+
+def unchecked(rows):
+    return " ".join(finding.message for finding in diagnose(rows) if finding.kind == NOT_CHECKED)
+
+
+EXPLODED = {"collapsed tokens", "large values", "loss"}
+CONSEQUENCES = {  # what else is found in runs of known fate: together they hold the thresholds from both sides
+    "collapse, seed 0": {"loss"}, "collapse, seed 1": {"loss"}, "collapse 0.03": {"exploding", "loss"},
+    "explosion 0.1": {"collapsed tokens", "loss"}, "explosion 0.3": EXPLODED, "explosion 1": EXPLODED,
+    "late explosion": EXPLODED, "targets of other inputs 0.001": {"collapsed tokens"},
+    "targets of other inputs 0.003": {"collapsed tokens"},
+}  # fmt: skip
+
+
+def test_forty_runs_of_known_fate():
+    """All but one are judged right: at a rate between healthy and collapsed, only the loss shows the fault."""
+    runs = watch_runs.read()
+    expected = {name: {fate.kind} - {""} | CONSEQUENCES.get(name, set()) for name, fate in watch_runs.RUNS.items()}
+    assert len(runs) >= 40
+    assert {name: set(kinds(rows)) for name, rows in runs.items()} == expected | {"collapse 0.005": {"loss"}}
+
+
+@pytest.mark.parametrize("norm", ["layer", "batch", "pnv", "power(groups=0, warmup=5)", "un(warmup=8)"])
+def test_a_healthy_run_has_no_findings(norm):
+    rows = fit(mlp(norm, norm, norm), [sample(step, 4, 32, 16) for step in range(60)], every=2)
+    assert faults(rows) == []
+
+
+@pytest.mark.parametrize(("norm", "hit"), [("batch", True), ("pnv", False)])
+def test_batches_unlike_each_other_in_their_means(norm, hit):
+    """Each batch has another mean: only the quadratic mean represents them."""
+    batches = [sample(step, 64, 16) * 0.3 + torch.where(sample(step + 500, 16) > 0, 1.0, -1.0) for step in range(60)]
+    found = faults(fit(nn.Sequential(normkit.make(norm, 16)), batches))
+    assert [(finding.kind, finding.where) for finding in found] == [("evaluation", ("0",))] * hit
+    assert all(finding.evidence["0"] > THRESHOLDS["gap"].value for finding in found)
+
+
+@pytest.mark.parametrize("norm", ["batch", "pnv"])
+def test_batches_unlike_each_other_in_size(norm):
+    batches = [sample(step, 64, 16) * (30.0 if step % 2 else 1.0) for step in range(60)]
+    assert "evaluation" in kinds(fit(nn.Sequential(normkit.make(norm, 16)), batches))
+
+
+@pytest.mark.parametrize(
+    ("norm", "weight", "hit"),
+    [("batch", 0.1, True), ("pnv", 0.1, True), ("batch", 0.0, False), ("un(warmup=8)", 0.1, False)],
+)
+def test_statistics_that_carry_the_length_of_the_batch(norm, weight, hit):
+    lengths = [3 + 7 * step % 5 for step in range(60)]
+    batches = [sample(step, 32, length, 16) + weight * length for step, length in enumerate(lengths)]
+    assert ("batch length" in kinds(fit(nn.Sequential(normkit.make(norm, 16)), batches))) == hit
+
+
+def pairs(by, steps=200):
+    """Rows of an encoder and a decoder; batches of 32 pairs, sorted by the first `by` of their two lengths."""
+    generator = torch.Generator().manual_seed(0)
+    source = torch.randint(4, 12, (32 * steps,), generator=generator)
+    both = torch.stack([source, source + torch.randint(2, (32 * steps,), generator=generator)], 1)
+    key = (both[:, 0] * 100 + (both[:, 1] if by == 2 else 0)) if by else torch.zeros(len(both))
+    batches = both[key.argsort(stable=True)].view(steps, 32, 2).double()
+    for step, place in enumerate(torch.randperm(steps, generator=generator).tolist()):
+        for site, lengths in zip(("encoder", "decoder"), batches[place].T, strict=True):
+            values = {"length": lengths.mean(), "length_spread": lengths.std(correction=0), "length_share": 0.5}
+            yield from (Row(step + 1, site, "batch", name, float(value)) for name, value in values.items())
+
+
+@pytest.mark.parametrize(("by", "low", "high"), [(0, 0.0, 0.01), (1, 0.01, 0.05), (2, 0.5, 1.0)])
+def test_share_of_target_lengths_between_batches(by, low, high):
+    """Two lengths of targets for each source: 1 / 32 is chance for batches by source."""
+    assert low <= target_share(Recording(pairs(by))) < high
+    assert ("batch length" in kinds(pairs(by))) == (by == 2)
+
+
+def test_lengths_that_follow_from_the_sources():
+    """A batch has one length, and the last norm sees one token more, as with a class token."""
+    rows = []
+    for step in range(12):
+        values = {"encoder": 5.0 + step % 3, "decoder": 6.0 + step % 3}
+        rows += [Row(step, site, "batch", "length", value) for site, value in values.items()]
+        rows += [Row(step, site, "batch", "length_spread", 0.0) for site in values]
+    assert target_share(Recording(rows)) == 0
+
+
+class Padded(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm, self.out = nn.Embedding(50, 16, padding_idx=0), norm, nn.Linear(16, 4)
+
+    def forward(self, ids, mask):
+        return self.out(self.norm(self.embed(ids), mask))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_padding_that_no_mask_hides(masked):
+    model = Padded(normkit.make("pnv", 16))
+    with normkit.record(model, every=1) as rows:
+        for step in range(20):
+            ids = torch.randint(1, 50, (8, 20), generator=torch.Generator().manual_seed(step))
+            ids[:, 12:] = 0
+            model(ids, ids != 0 if masked else None).square().mean().backward()
+    assert {finding.kind: finding.evidence for finding in faults(rows)} == (
+        {} if masked else {"padding": {"norm": pytest.approx(0.4)}}
+    )
+
+
+@pytest.mark.parametrize("spec", ["pnv", "layer"])
+def test_a_few_large_tokens_decide_the_statistics_of_channels(spec):
+    large = torch.arange(64)[:, None] % 32 == 0
+    batches = [torch.where(large, 30, 1) * sample(step, 64, 8) for step in range(20)]
+    found = faults(fit(nn.Sequential(normkit.make(spec, 8), nn.Linear(8, 8)), batches))
+    shares = [finding.evidence["0"] for finding in found if finding.kind == "large tokens"]
+    assert shares == ([pytest.approx(2 / 64, rel=0.3)] if spec == "pnv" else [])
+
+
+@pytest.mark.parametrize(("norm", "hit"), [("batch", True), ("layer", False)])
+def test_tiny_batches(norm, hit):
+    assert ("tiny batches" in kinds(fit(mlp(norm), [sample(step, 4, 16) for step in range(40)]))) == hit
+
+
+def test_inputs_that_grow_from_small_initial_weights_do_not_explode():
+    rows = [Row(step, site, "LayerNorm", "rms", 0.02 if step < 5 else late) for step in range(40)
+            for site, late in (("first", 0.07), ("last", 2.5))]  # fmt: skip
+    assert not faults([*rows, *(Row(step, "", "", "loss", 1.0) for step in range(40))][:80])
+
+
+def test_the_first_norm_that_is_not_finite_is_named():
+    rows = [Row(step, site, "LayerNorm", "nonfinite", float(step > 5 or (step, site) == (5, "third")))
+            for step in range(9) for site in ("first", "second", "third")]  # fmt: skip
+    [finding] = faults(rows)
+    assert finding.evidence["step"] == 5
+    assert "from third on" in finding.message
+
+
+@pytest.mark.parametrize("norm", ["un(warmup=4)", "layer"])
+def test_a_nan_batch(norm):
+    batches = [sample(step, 64, 16) for step in range(20)]
+    batches[10][3, 2] = torch.nan
+    model = nn.Sequential(normkit.make(norm, 16))
+    with normkit.record(model, every=1) as rows:
+        for x in batches:
+            model(x).square().mean().backward()
+    found = faults(rows)
+    assert {finding.kind for finding in found} == {"nan"}
+    assert 11 in [finding.evidence.get("step") for finding in found]
+    assert ({"0": 1.0} in [finding.evidence for finding in found]) == (norm != "layer"), "the forward it skipped"
+
+
+def test_running_statistics_that_a_nan_batch_has_corrupted():
+    """The step is skipped, as a loss scaler does; PyTorch's BatchNorm keeps NaN for good."""
+    model = nn.Sequential(nn.BatchNorm1d(16))
+    with normkit.record(model, every=3) as rows:
+        for step in range(31):
+            model(sample(step, 64, 16) * (torch.nan if step == 13 else 1)).square().mean().backward()
+    [finding] = faults(rows)
+    assert (finding.kind, finding.where) == ("nan", ("0",))
+
+
+def test_many_dead_channels():
+    model = mlp("layer", "layer")
+    with torch.no_grad():
+        for part in model[:2]:  # after GELU, a quarter of the channels is near zero in the second norm's input
+            part.weight[:4] = 0
+            part.bias[:4] = 0
+    [finding] = faults(fit(model, [sample(step, 64, 16) for step in range(10)], lr=1e-12))
+    assert (finding.kind, finding.evidence) == ("dead channels", {"3": 0.25})
+
+
+def test_nu_beyond_its_bound():
+    """psi_B^2 grows by q = 4 a step: Gamma goes to (q - .9) / .1 = 31, above its bound."""
+    norm = normkit.make("power(groups=0, warmup=2)", 16).double()
+    with normkit.record(norm, every=1) as rows:
+        for step in range(40):
+            x = sample(0, 64, 16).double() * 2.0**step
+            norm(x).backward(sample(1, 64, 16).double())
+    assert "nu" in kinds(rows)
+
+
+def test_un_that_filters_every_step():
+    batches = [sample(step, 64, 16) * (1 + 0.3 * float(sample(step + 900, 1))) for step in range(80)]
+    assert "filtered" in kinds(fit(mlp("un(warmup=5, outlier_filtration=True, threshold='channel')"), batches))
+
+
+@pytest.mark.parametrize(
+    "spec", ["un(warmup={})", "power(warmup={})", "mabn(window=4, warmup={})", "renorm(warmup={})"]
+)
+def test_a_run_that_ends_inside_the_warm_up_of_statistics(spec):
+    """The default of thousands of steps exceeds a short run."""
+    left = 35.0 if spec.startswith(("un", "mabn")) else 36.0  # as the fifth step finds it; windows begin at step 40
+    for warmup, evidence in ((40, [{"0": left}]), (3, [])):
+        model = nn.Sequential(normkit.make(spec.format(warmup), 8), nn.Linear(8, 8))
+        found = diagnose(fit(model, [sample(step, 64, 8) for step in range(5)]))
+        assert [finding.evidence for finding in found if finding.kind == "warm-up"] == evidence
+
+
+def test_outlier_tokens_are_named_where_they_are():
+    model = nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8), nn.Linear(8, 8), nn.RMSNorm(8))
+    with normkit.record(model, every=1) as rows:
+        for first in (1, 1000):
+            x = torch.randn(4, 64, 8)
+            x[:, 0] *= first
+            model(x)
+    for step, where in ((1, []), (2, [("1",)])):  # behind the norm all tokens are of one size again
+        found = diagnose(row for row in rows if row.step == step)
+        assert [finding.where for finding in found if finding.kind == "outlier tokens"] == where
+
+
+NORMS = {"batch": "batch", "un": "un(outlier_filtration=True)", "power": "power", "layer": "layer"}
+
+
+def healthy(steps=200):
+    """Rows with all that checks need and nothing wrong in them."""
+    calm = {"Gamma_bound": 20.0, "tokens": 900.0, "padding": 0.0, "nonfinite": 0.0, "dead": 0.0, "filtered_rate": 0.0}
+    calm |= {"warmup_left": 0.0, "token_share": 0.8, "typical_token": 0.9, "zero_channels": 0.0}
+    names = sorted({name for check in CHECKS for name in check.needs.split()})
+    for step in range(1, steps + 1, max(1, steps // 6)):
+        yield from (Row(step, "", "", name, 1 / step) for name in ("loss", "gradient_norm"))
+        for site, norm in NORMS.items():
+            sited = (name for name in names if name not in ("loss", "gradient_norm"))
+            yield from (Row(step, site, norm, name, calm.get(name, 0.1)) for name in sited)
+
+
+def test_complete_and_healthy_rows_have_no_findings():
+    assert diagnose(healthy()) == []
+    assert diagnose(row._replace(value=0.0) if row.quantity == "Gamma_bound" else row for row in healthy()) == []
+    assert checked(healthy()) == list(dict.fromkeys(check.kind for check in CHECKS))
+
+
+def test_too_little_to_judge_by():
+    """Running statistics still show their initial values before 20 steps."""
+    assert "evaluation" in unchecked(healthy(steps=12))
+    young = [Row(step, "a", "BatchNorm1d", "gap_batch", 2.0) for step in range(1, 12)]
+    assert kinds(young) == []
+    assert kinds([*young, Row(20, "a", "BatchNorm1d", "gap_batch", 2.0)]) == ["evaluation"]
+    rows = [Row(step, "", "", "gradient_norm", 1.0) for step in range(9)]
+    assert checked(rows) == ["gradient spikes"]
+
+
+def test_findings_that_are_no_faults_are_marked_in_print():
+    found = diagnose([Row(1, "norm", "batch", "padding", 0.3)])
+    assert [str(finding).startswith(NOT_CHECKED) for finding in found] == [
+        finding.kind == NOT_CHECKED for finding in found
+    ]
+    assert [finding.kind == NOT_CHECKED for finding in found] == [False, *[True] * (len(found) - 1)]
+
+
+@pytest.mark.parametrize("given", [nn.LayerNorm(3), "rows.csv", [1, 2]])
+def test_anything_but_rows_is_rejected(given):
+    with pytest.raises(TypeError, match="a recording consists of rows"):
+        diagnose(given)
+    with pytest.raises(ValueError, match="no rows"):
+        diagnose([])
+
+
+def test_sites_are_listed_in_few_words():
+    sites = [f"encoder.layers.{i}.norm" for i in (0, 1, 2, 4)]
+    assert format_sites(sites) == "encoder.layers.0-2.norm, encoder.layers.4.norm"
+    assert format_sites(f"norm{c}" for c in "abcdefgh").endswith(", 2 more")
