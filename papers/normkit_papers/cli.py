@@ -22,12 +22,12 @@ from normkit._util import align, escape, pick, truncate
 
 Scale = Literal["pocket", "gpu", "paper"]
 BAD_INPUT, INTERRUPTED = 2, 130
-DEMO = ("layer", "scale", "un", "power(groups=0)", "pnv", "batch")
 STUDIES_OUT = Path("runs/studies")
+WIDTH = 120  # columns of a line of a list
 
 
 def demo(
-    norms: tuple[str, ...] = DEMO,
+    norms: tuple[str, ...] = ("layer", "scale", "un", "power(groups=0)", "pnv", "batch"),
     steps: int = 3600,
     bucketing: bool = True,
     seed: int = 0,
@@ -102,24 +102,21 @@ def train(arguments: list[str]) -> int:
 
 def _train(runs: Mapping[Path, Any], out: Path, resume: bool) -> int:
     """Train runs one after the other, in this process; an interrupt ends them."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.console import Console
 
-    from normkit_papers.studies.runner import describe
+    from normkit_papers.studies.runner import describe, progress_bars
     from normkit_papers.train.run import train as train_run
 
     found: dict[Path, Any] = {}
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(24), MofNCompleteColumn())
-    more = (TextColumn("{task.fields[state]}", markup=False), TimeRemainingColumn())
-    with _interruptible() as signals, Progress(*columns, *more, disable=not sys.stdout.isatty()) as bars:
+    announce = _announcer(_write)
+    with _interruptible() as signals, progress_bars(Console()) as bars:
         for folder, run in runs.items():
-            row, printed = bars.add_task(run.name, state=""), list[str]()
+            row = bars.add_task(run.name, state="")
 
-            def on_progress(progress: Any, run: Any = run, row: Any = row, printed: list[str] = printed) -> bool:
-                bars.update(row, **(shown := describe(progress)))
-                tenth = f"{10 * progress.step // max(progress.steps, 1)} {progress.stage}"
-                if not bars.console.is_terminal and tenth not in printed:  # as into a file
-                    printed.append(tenth)
-                    _write(f"{run.name}: step {progress.step:,} of {progress.steps:,}, {shown['state']}")
+            def on_progress(progress: Any, run: Any = run, row: Any = row) -> bool:
+                bars.update(row, **describe(progress))
+                if not bars.console.is_terminal:  # as into a file
+                    announce(run.name, progress)
                 return bool(signals)
 
             if signals:
@@ -457,12 +454,11 @@ def _typed(*default: str) -> str:
 
 
 def _list(found: tuple[list[list[str]], dict[str, str]]) -> int:
-    from normkit_papers.studies.catalogue import missing_lines
-
+    """Print recipes or studies, a line each, then which data is missing and why."""
     lines, missing = found
-    _write(align(lines))
+    _write("\n".join(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in align(lines).splitlines()))
     if missing:
-        _write("\nmissing data:\n" + "\n".join(f"  {line}" for line in missing_lines(missing)))
+        _write("\n".join(["\nmissing data:", *(f"  {name}: {why}" for name, why in sorted(missing.items()))]))
     return 0
 
 
@@ -507,6 +503,21 @@ def _interruptible() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _announcer(write: Callable[[str], object]) -> Callable[[str, Any], None]:
+    """Return a function that writes the progress of what it is given by name, in ten lines."""
+    from normkit_papers.studies.runner import describe
+
+    written = set[str]()
+
+    def announce(name: str, progress: Any) -> None:
+        tenth = f"{name} {progress.stage} {10 * progress.step // max(progress.steps, 1)}"
+        if tenth not in written:
+            written.add(tenth)
+            write(f"{name}: step {progress.step:,} of {progress.steps:,}, {describe(progress)['state']}")
+
+    return announce
 
 
 def _complain(text: str, status: int = BAD_INPUT) -> int:

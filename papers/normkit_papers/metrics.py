@@ -1,5 +1,6 @@
 """Metrics of studies: what a table shows of a run, and in which fields of the CSV it stands."""
 
+import re
 import statistics
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -95,6 +96,36 @@ def _similarity(part: int) -> Summary:
     return summary
 
 
+def _by_depth(quantity: str, sites: str, deep: bool) -> Summary:
+    """Average the last values of a quantity over the shallow or the deep half of the sites that match a pattern."""
+
+    def summary(recording: Recording, last: int) -> float | None:
+        found = [series.values[-1] for site, series in recording.of(quantity).items() if re.search(sites, site)]
+        half = len(found) // 2
+        return statistics.fmean(found[-half:] if deep else found[:half]) if half else None
+
+    return summary
+
+
+def _dropped(late: bool) -> Summary:
+    """Average over norms the steps that filtration dropped in the first or the second half after the warm-up."""
+
+    def summary(recording: Recording, last: int) -> float | None:
+        middle, counts = (SKIPPED_START + 1) / 2 * last, list[float]()
+        for series in recording.of("filtered").values():
+            early = max((value for step, value in series.points() if step <= middle), default=0.0)
+            counts.append(series.values[-1] - early if late else early)
+        return statistics.fmean(counts) if counts else None
+
+    return summary
+
+
+def _output_g(recording: Recording, last: int) -> float | None:
+    found = recording.of("learned_g")
+    return found["decoder.final_norm"].values[-1] if "decoder.final_norm" in found else None
+
+
+DECODER = r"decoder\.layers\.\d+\.(?!cross_norm)"  # norms of its layers, but those of decoder-encoder attention
 KINDS = {  # kinds of test scores: the suffix of the metric's name, the fields, and the description
     "": (("beam", "running"), "by beam search where the task has one"),
     " running": (("running",), "without beam search, running statistics"),
@@ -135,6 +166,27 @@ STUDY_METRICS: dict[str, StudyMetric] = {
     "singular value": StudyMetric(
         "of the embedding, a tenth of the way down; the largest is 1", ("singular value",), 1, 3, _singular_value
     ),
+    **{
+        f"{name} {half}": StudyMetric(
+            f"{about}, mean over the {half} half", (f"{name} {half}",), 0, 3, _by_depth(quantity, sites, half == "deep")
+        )
+        for name, quantity, about, sites in (
+            ("g", "learned_g", "g of the decoder's layers at the end", DECODER),
+            ("filtered", "filtered", "steps dropped of each norm", ""),
+        )
+        for half in ("shallow", "deep")
+    },
+    **{
+        f"filtered {half}": StudyMetric(
+            f"steps dropped in the {half} half after the warm-up, mean over norms",
+            (f"filtered {half}",),
+            0,
+            3,
+            _dropped(half == "late"),
+        )
+        for half in ("early", "late")
+    },
+    "g output": StudyMetric("g of the decoder's last norm at the end", ("g output",), 0, 3, _output_g),
     "cka": StudyMetric("CKA of each layer with the same one of the first row, mean", ("cka",), 1, 3, _similarity(1)),
     "cka shallow": StudyMetric("the same over the first third of the layers", ("cka shallow",), 1, 3, _similarity(3)),
 }

@@ -135,5 +135,5 @@ def test_the_doctor_reports_a_warmup_that_has_not_ended():
 
 
 def test_other_words_raise():
-    with pytest.raises(ValueError, match="warmup must be a whole number >= 0 or \"auto\"; got 'soon'"):
+    with pytest.raises(ValueError, match="warmup"):
         nk.make('un(warmup="soon")', DIM)

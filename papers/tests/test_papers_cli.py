@@ -92,6 +92,7 @@ def test_lists_name_what_runs_here_and_where_missing_data_is(capsys, monkeypatch
     assert "pocket: runs here" in next(line for line in lines if line.startswith("core.cmudict "))
     assert "pocket: lacks iwslt14.de-en" in next(line for line in lines if line.startswith("un.table9 "))
     assert "benchmarks/deploy.py" in next(line for line in lines if line.startswith("un.table8 "))
+    assert all(len(line) <= 120 for line in lines[: lines.index("missing data:")])
 
 
 def test_a_study_is_run_shown_continued_and_reported(tmp_path, monkeypatch, capsys):

@@ -18,7 +18,8 @@ from normkit_papers.studies.table import Table, TableCell
 if TYPE_CHECKING:
     from normkit_papers.report.page import Page
 
-AGREES, DISAGREES, UNDECIDED = "agrees", "disagrees", "cannot tell at this size"
+AGREES, DISAGREES, UNDECIDED, INCOMPLETE = "agrees", "disagrees", "cannot tell at this size", "incomplete"
+ORDER = (DISAGREES, INCOMPLETE, UNDECIDED, AGREES)  # the first one that a rule or a column has counts
 BROKEN_DOWN = 0.6  # of the best row's score: a row below has failed, as one that diverged
 
 
@@ -130,8 +131,15 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "tears.figure1": better(_BEST, _PRE, _POST),
     "tears.figure2": larger(_POST, _PRE),
-    "tears.figure3": (),
-    "tears.figure4": (),
+    "tears.figure3": tuple(
+        rule
+        for pair in ("en-vi", "en-he", "ar-en")
+        for rule in larger(f"{_BEST} @ {pair}, decoder, deep", f"{_BEST} @ {pair}, decoder, shallow")
+    ),
+    "tears.figure4": (
+        *larger("with label smoothing", "without label smoothing", "decoder, deep"),
+        *larger("without label smoothing", "with label smoothing", "output"),
+    ),
     "un.table1": (
         *level("UN, folds", "LN", within=0.5),
         *best("UN, folds", *_FOLDING, by=-0.5),
@@ -162,23 +170,23 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "un.figure1": (*best("UN", "BN", "MABN", "PN*"), *level("UN", "LN", within=1.0)),
     "un.figure3": larger("UN @ gradients", "UN @ activations"),
     "un.figure4": larger("UN @ its arithmetic mean", "UN @ its geometric mean"),
-    "un.figure5": (),
+    "un.figure5": (
+        *larger("UN @ Swin-T, deep", "UN @ Swin-T, shallow"),
+        *larger("UN @ Swin-T, late", "UN @ Swin-T, early"),
+    ),
     "un.figure6": better("UN", "BN", columns=("all layers", "first third of the layers")),
 }  # fmt: skip
-"""By study. Without a rule, the claim is about a shape that no number of the CSV shows: the drawing must be seen."""
+"""By study."""
 
 
 def judge(table: Table) -> tuple[str, list[str]]:
     """Return the verdict on a study, and what each of its rules found."""
-    rules = RULES.get(table.study.id, ())
     if not table.runs:
         return "not run", []
-    if not rules:
-        return UNDECIDED, ["no rule: the claim is about a shape, see the drawing"]
-    found = [(rule, _apply(rule, table)) for rule in rules]
+    found = [(rule, _apply(rule, table)) for rule in RULES[table.study.id]]
     lines = [f"{_text(rule)}: {verdict}{f' ({detail})' if detail else ''}" for rule, (verdict, detail) in found]
     verdicts = {verdict for _, (verdict, _) in found}
-    return next((one for one in (DISAGREES, UNDECIDED) if one in verdicts), AGREES), lines
+    return min(verdicts, key=ORDER.index), lines
 
 
 def _text(rule: Rule) -> str:
@@ -195,12 +203,16 @@ def _text(rule: Rule) -> str:
 
 
 def _apply(rule: Rule, table: Table) -> tuple[str, str]:
-    """Verdict of one rule over its columns, and the differences."""
+    """Verdict of one rule over its columns, and the differences; incomplete if a row that it needs has not run."""
     titles = [column.title for column in table.study.columns]
     places = [titles.index(title) for title in rule.columns] or range(len(titles) if "@" not in rule.row else 1)
-    found = [difference_ for place in places if (difference_ := _difference(rule, table, place)) is not None]
+    rows = [row for row in (rule.row, rule.than) if row]
+    ran = [place for place in places if all(_cell(row, table, place)[0].runs for row in rows)]
+    if not ran or (rule.columns and len(ran) < len(places)):
+        return INCOMPLETE, "not run"
+    found = [difference_ for place in ran if (difference_ := _difference(rule, table, place)) is not None]
     if not found:
-        return UNDECIDED, "not run"
+        return UNDECIDED, "no score"
     if rule.mean:
         n = len(found)
         found = [(sum(less for less, _ in found) / n, math.sqrt(sum(half**2 for _, half in found)) / n)]
@@ -208,11 +220,11 @@ def _apply(rule: Rule, table: Table) -> tuple[str, str]:
         AGREES if less - half >= rule.by else DISAGREES if less + half < rule.by else UNDECIDED for less, half in found
     }
     detail = ", ".join(f"{less:+.3g} ± {half:.2g}" if half == half else f"{less:+.3g}" for less, half in found)
-    return next((one for one in (DISAGREES, UNDECIDED) if one in verdicts), AGREES), detail
+    return min(verdicts, key=ORDER.index), detail
 
 
 def _difference(rule: Rule, table: Table, place: int) -> tuple[float, float] | None:
-    """How far a row is ahead in a column, with half the 95 % interval; None if a row has not run."""
+    """How far a row is ahead in a column, with half the 95 % interval; None if a row has no score."""
     a, metric = _cell(rule.row, table, place)
     sign = 1 if rule.raw else metric.better or -1
     if rule.fails:
@@ -254,9 +266,7 @@ def sampling_error(run: CsvRow, metric: StudyMetric) -> str:
 
 
 def _failure(cell: TableCell, column: Sequence[TableCell], metric: StudyMetric) -> tuple[float, float] | None:
-    """1 for a row that has failed, -1 for one that has not; None if it has not run."""
-    if not cell.runs:
-        return None
+    """1 for a row that has failed, -1 for one that has not; None if its status leaves this open."""
     if not cell.values:
         return (1.0, 0.0) if all(run["status"] != "done" for run in cell.runs) else None
     own = interval(cell.values)[0]

@@ -1,7 +1,7 @@
 """Tables of recipes and studies, by name, and which of them this machine can run."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from normkit_papers import recipes
 from normkit_papers.powernorm import language_models
@@ -73,27 +73,22 @@ def study_rows() -> tuple[list[list[str]], dict[str, str]]:
     known: dict[tuple[str, str, str], str] = {}
     lines = []
     for name, study in STUDIES.items():
-        states = []
+        scales: dict[str, list[str]] = {}  # by state
         for scale in study.scales:
-            for run in {cell.run.data: cell.run for cell in expand(study, scale)}.values():
+            runs = {cell.run.data: cell.run for cell in expand(study, scale)}
+            for run in runs.values():
                 key = (scale, run.task, run.data)
                 if key not in known:
                     known[key] = lacking(run, scale == "paper")
                 if known[key]:
                     missing[scale][run.data] = known[key]
-            data = dict.fromkeys(cell.run.data for cell in expand(study, scale))
-            absent = [each for each in data if each in missing[scale]]
-            gpu = scale != "pocket" and not _has_gpu()
-            lacks = [*(["a GPU"] if gpu else []), *absent]
-            some = "some rows lack" if len(absent) < len(data) and not gpu else "lacks"
-            states.append(f"{scale}: {some} {', '.join(lacks)}" if lacks else f"{scale}: runs here")
-        lines.append([name, "; ".join(states) or f"measured by `{study.script}`", study.title])
+            absent = [each for each in runs if each in missing[scale]]
+            lacks = f"lacks {absent[0] if len(absent) == 1 else f'{len(absent)} data sets'}"
+            state = f"in part, {lacks}" if 0 < len(absent) < len(runs) else lacks if absent else "runs here"
+            scales.setdefault(state if scale == "pocket" or _has_gpu() else "needs a GPU", []).append(scale)
+        states = "; ".join(f"{', '.join(names)}: {state}" for state, names in scales.items())
+        lines.append([name, states or f"measured by {study.script.split()[1]}", study.title])
     return lines, {name: why for found in missing.values() for name, why in found.items()}
-
-
-def missing_lines(missing: dict[str, str]) -> Iterable[str]:
-    """Format missing data with its source."""
-    return [f"{name}: {why}" for name, why in sorted(missing.items())]
 
 
 def _has_gpu() -> bool:

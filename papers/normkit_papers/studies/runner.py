@@ -209,6 +209,13 @@ def describe(progress: Any) -> dict[str, Any]:
     return {"completed": progress.step, "total": progress.steps, "state": state}
 
 
+def progress_bars(console: Console) -> Progress:
+    """Create the display of runs in training, each with a bar and a text, `state`; only a terminal shows it."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(24), MofNCompleteColumn())
+    more = (TextColumn("{task.fields[state]}", markup=False), TimeRemainingColumn())
+    return Progress(*columns, *more, console=console, disable=not console.is_terminal)
+
+
 class Display:
     """One progress display of many runs: a bar for all, and one for each run in training.
 
@@ -223,9 +230,7 @@ class Display:
         self.console, self.total, self.on_end = console, total, on_end
         self._folder = tempfile.TemporaryDirectory(prefix=".progress-", dir=shared)
         self.notes, self.ended = Path(self._folder.name), dict[Path, str]()
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(24), MofNCompleteColumn())
-        more = (TextColumn("{task.fields[state]}", markup=False), TimeRemainingColumn())
-        self._bars = Progress(*columns, *more, console=console, disable=not console.is_terminal)
+        self._bars = progress_bars(console)
         self._rows: dict[str, TaskID] = {}
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._keep_following, daemon=True)

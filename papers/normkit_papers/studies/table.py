@@ -11,7 +11,7 @@ from typing import NamedTuple
 from normkit._util import align, escape
 from normkit_papers.metrics import STUDY_METRICS
 from normkit_papers.studies.rows import SEPARATOR, CsvRow
-from normkit_papers.study import Study
+from normkit_papers.study import Study, expand
 
 WIDTH = 120
 NOT_YET = "not yet run"
@@ -75,14 +75,16 @@ def build(study: Study, scale: str, rows: Sequence[CsvRow]) -> Table:
 
 
 def grid(table: Table) -> list[list[str]]:
-    """Format a table: two lines of headings (column; "paper" or "ours"), then the rows."""
+    """Format a table: two lines of headings (column; "paper", or "ours" with data that stands in), then the rows."""
     heads: list[list[str]] = [[""], [""]]
+    ran, paper = (_data(table.study, scale) for scale in (table.scale, "paper"))
     lines = [[escape(row.label)] for row in table.study.rows]
     for place, column in enumerate(table.study.columns):
         cells = [line[place] for line in table.cells]
         printed = any(cell.printed for cell in cells)
         ours = any(cell.runs for cell in cells) or not printed
-        for shown, title in ((printed, "paper"), (ours, f"ours, {table.scale}")):
+        instead = f": {', '.join(ran[place])}" if ran[place] and paper[place] not in ([], ran[place]) else ""
+        for shown, title in ((printed, "paper"), (ours, f"ours, {table.scale}{instead}")):
             if shown:
                 heads[0].append(escape(column.title))
                 heads[1].append(title)
@@ -90,6 +92,12 @@ def grid(table: Table) -> list[list[str]]:
             line.extend([cell.printed or NONE] if printed else [])
             line.extend([str(cell)] if ours else [])
     return [*heads, *lines]
+
+
+def _data(study: Study, scale: str) -> list[list[str]]:
+    """Names of the data sets of each column."""
+    cells = expand(study, scale)
+    return [sorted({cell.run.data for cell in cells if cell.column == place}) for place in range(len(study.columns))]
 
 
 def text(table: Table) -> str:

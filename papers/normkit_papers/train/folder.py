@@ -14,6 +14,7 @@ from normkit._util import truncate, write_whole
 from normkit_papers import results
 from normkit_papers.data.subwords import vocabulary
 from normkit_papers.data.vocab import Vocab
+from normkit_papers.report.settings import flat
 from normkit_papers.train.build import Vocabularies, build_model
 from normkit_papers.train.config import Run
 from normkit_papers.train.weights import load_weights, save_weights
@@ -31,9 +32,9 @@ MODELS = ("folded", "unfolded")  # folders of models that are made of a run
 
 DERIVED = (
     *(f"{folder}/{file}" for folder in MODELS for file in ("run.json", "vocab.json", "model.safetensors")),
-    *(f"{picture}.{ending}" for picture in ("curves", "statistics") for ending in ("png", "svg")),
-    "removal.json", "table.txt", "report.html",
-)  # fmt: skip
+    "removal.json",
+    "report.html",
+)
 """Files that commands make of a trained run; they do not belong to the weights of another training."""
 
 FOREIGN = ("model*.safetensors", "pytorch_model*", "*.index.json", "vocab.json")
@@ -140,17 +141,10 @@ def check_vocabularies(run: str, before: Vocabularies, vocabularies: Vocabularie
 
 def differences(found: Mapping[str, Any], run: Run) -> dict[str, tuple[Any, Any]]:
     """Return the settings in which others differ from a run: their value and the run's; not those in MOVABLE."""
-    before, now = (_flat(json.loads(json.dumps(tree))) for tree in (found, dataclasses.asdict(run)))
+    before, now = (flat(json.loads(json.dumps(tree))) for tree in (found, dataclasses.asdict(run)))
     names = dict.fromkeys((*now, *before))
     both = {name: (before.get(name), now.get(name)) for name in names if name not in MOVABLE}
     return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
-
-
-def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten a run's settings, and those of its parts, to dotted names."""
-    parts = {name: value for name, value in tree.items() if isinstance(value, dict)}
-    nested = {f"{name}.{inner}": value for name, part in parts.items() for inner, value in part.items()}
-    return {name: value for name, value in tree.items() if name not in parts} | nested
 
 
 def check_resumable(folder: Path, run: Run) -> None:

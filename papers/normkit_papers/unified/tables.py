@@ -273,9 +273,11 @@ FIGURE5 = Study(
     id="un.figure5",
     title="steps that outlier filtration drops, by depth, after 12, 24 and 36 epochs on COCO",
     claim="Outliers come from deeper layers, and more of them as training goes on.",
-    columns=(
-        Column(title="Swin-T, share of steps, first norm", metric="filtered_rate", base=MASK_RCNN),
-        Column(title="IWSLT14, share of steps, first norm", metric="filtered_rate", base=IWSLT14_UN),
+    seeds=3,
+    columns=tuple(
+        Column(title=f"{model}, {part}", metric=f"filtered {part}", base=base)
+        for model, base in (("Swin-T", MASK_RCNN), ("IWSLT14", IWSLT14_UN))
+        for part in ("shallow", "deep", "early", "late")
     ),
     rows=(_un("UN", outlier_filtration=True),),
 )
