@@ -428,7 +428,7 @@ def diagnose(rows: Iterable[Row] | Recording) -> list[Finding]:
     Examples:
         >>> found = diagnose([Row(1, "norm", "batch", "padding", 0.3)])
         >>> [finding.kind for finding in found]
-        ['padding', 'not checked', 'not checked', 'not checked']
+        ['padding', 'not checked', 'not checked']
     """
     recording = as_recording(rows)
     found: list[Finding] = []
