@@ -12,6 +12,7 @@ import matplotlib as mpl
 ROOT = Path(__file__).parents[1]
 SCHEMES = {"float32": "float32", "tool": "float32, transformers optimizer", "dynamic": "8-bit integers, dynamic"}
 NORMS = {"layer": ("LayerNorm", "#9aa4b2"), "folded": ("norms folded away", "#3f51b5")}
+GREY = "#777777"  # readable on light and dark pages
 mpl.use("svg")
 mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "normkit", "font.family": "sans-serif", "font.size": 10}
 
@@ -28,24 +29,25 @@ def draw(model: str, out: Path) -> None:
     from matplotlib import pyplot as plt
 
     rows = rows_of(model)
+    whole = float(rows["float32", "layer"]["ms"])
     figure, axes = plt.subplots(figsize=(7, 2.6))
     labels, y = [], 0.0
     for scheme, label in SCHEMES.items():
         labels.append((y + 0.5, label))
         for norm, (_, color) in NORMS.items():
             row = rows[scheme, norm]
-            ms = float(row["ms"])
-            axes.barh(y, ms, color=color, height=0.9)
-            axes.text(ms, y, f"  {ms:.1f} ms, cosine {float(row['likeness']):.3f}", va="center", color="#777777")
+            time = float(row["ms"]) / whole
+            axes.barh(y, time, color=color, height=0.9)
+            axes.text(time + 0.01, y, f"time {time:.2f}, cosine {float(row['likeness']):.3f}", va="center", color=GREY)
             y += 1
         y += 0.6
     axes.set_yticks([place for place, _ in labels], [label for _, label in labels])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.4 * max(float(rows[scheme, "layer"]["ms"]) for scheme in SCHEMES))
+    axes.set_xlim(0, 1.45)
     axes.set_xticks([])
     handles = [plt.Rectangle((0, 0), 1, 1, color=color, label=label) for label, color in NORMS.values()]
-    axes.legend(handles=handles, loc="lower right", frameon=False, labelcolor="#777777")
-    axes.tick_params(colors="#777777", length=0)
+    axes.legend(handles=handles, loc="lower right", frameon=False, labelcolor=GREY)
+    axes.tick_params(colors=GREY, length=0)
     for side in axes.spines.values():
         side.set_visible(False)
     figure.savefig(out, transparent=True, bbox_inches="tight", metadata={"Date": None})

@@ -55,7 +55,7 @@ class Survey:
 
     def __init__(
         self, model: nn.Module, example: Call, outputs: Pick | None, untie: bool, other: bool, verb: str,
-        step: Callable[[str], None] = lambda label: None, keep: bool | None = None,
+        step: Callable[[str], None] = lambda label: None, keep: bool | None = False,
     ):  # fmt: skip
         for check in (check_not_wrapped, check_not_quantized, check_not_training, check_not_meta):
             check(model, verb)

@@ -41,13 +41,14 @@ from transformers import ARCHITECTURE as Architecture
 class MultiplyAdd(nn.Module):
     def __init__(self, dim, weight, bias, channel_dim):
         super().__init__()
-        self.shape = (dim,) if channel_dim == -1 else (dim, 1, 1)
+        self.channel_dim = channel_dim
         self.weight = nn.Parameter(torch.ones(dim)) if weight else None
         self.bias = nn.Parameter(torch.zeros(dim)) if bias else None
 
     def forward(self, x):
-        y = x if self.weight is None else x * self.weight.view(self.shape)
-        y = y if self.bias is None else y + self.bias.view(self.shape)
+        shape = (-1,) if self.channel_dim == -1 else (-1, *[1] * (x.dim() - 2))
+        y = x if self.weight is None else x * self.weight.view(shape)
+        y = y if self.bias is None else y + self.bias.view(shape)
         return y.to(x.dtype)
 
 

@@ -42,13 +42,21 @@ def load_torchvision() -> ModuleType:
     except RuntimeError as error:
         if "torchvision::nms" not in str(error):
             raise
-        for schema in SCHEMAS:
-            LIBRARY.define(schema)
+        _declare()
         for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
             del sys.modules[name]  # what the failure left half imported
         torchvision = importlib.import_module("torchvision")
+    if not torchvision.extension._has_ops():  # other code may have declared them, which lets the import pass
+        _declare()
         _register()
     return torchvision
+
+
+def _declare() -> None:
+    """Declare the operators that are not there."""
+    for schema in SCHEMAS:
+        if not hasattr(torch.ops.torchvision, schema.split("(")[0]):
+            LIBRARY.define(schema)
 
 
 def _register() -> None:
