@@ -47,8 +47,11 @@ class MultiplyAdd(nn.Module):
 
     def forward(self, x):
         shape = (-1,) if self.channel_dim == -1 else (-1, *[1] * (x.dim() - 2))
-        y = x if self.weight is None else x * self.weight.view(shape)
-        y = y if self.bias is None else y + self.bias.view(shape)
+        weight, bias = (None if p is None else p.view(shape) for p in (self.weight, self.bias))
+        if weight is None:
+            y = x if bias is None else x + bias
+        else:
+            y = x * weight if bias is None else torch.addcmul(bias, x, weight)
         return y.to(x.dtype)
 
 

@@ -268,7 +268,7 @@ def sampling_error(run: CsvRow, metric: StudyMetric) -> str:
 def _failure(cell: TableCell, column: Sequence[TableCell], metric: StudyMetric) -> tuple[float, float] | None:
     """1 for a row that has failed, -1 for one that has not; None if its status leaves this open."""
     if not cell.values:
-        return (1.0, 0.0) if all(run["status"] != "done" for run in cell.runs) else None
+        return (1.0, 0.0) if all(run["status"] != "done" for run in cell.runs or ()) else None
     own = interval(cell.values)[0]
     others = [interval(each.values)[0] for each in column if each.values]
     broken = own < BROKEN_DOWN * max(others) if metric.better > 0 else own > min(others) / BROKEN_DOWN
