@@ -9,8 +9,6 @@ model is written at once; models that are in the file already run again only wit
 
 import argparse
 import csv
-import io
-import subprocess
 import sys
 import time
 import warnings
@@ -27,9 +25,9 @@ from normkit_papers.models.config import Model
 from normkit_papers.models.lm import DecoderLM
 from normkit_papers.models.mt import Seq2Seq
 from normkit_papers.models.vit import TinyViT
+from rows import commit, keep
 from third_party_models import CASES, Case, missing, padding, pixels, randomize, tokens
 
-from normkit._util import write_whole
 from normkit.fold import fold, to_rms
 from normkit.models import convert, find
 
@@ -151,8 +149,8 @@ def main() -> None:
     given = parser.parse_args()
     if unknown := [name for name in given.only if name not in (*ZOO, *FURTHER)]:
         parser.error(f"no model is called {unknown[0]!r}; give a name such as bert or 'timm resnet18'")
-    kept = list(csv.DictReader(io.StringIO(given.out.read_text(encoding="utf8")))) if given.out.exists() else []
-    done = {row["model"] for row in kept}
+    lines = given.out.read_text(encoding="utf8").splitlines() if given.out.exists() else []
+    done = {row["model"] for row in csv.DictReader(lines)}
     for name in given.only or [name for name in (*ZOO, *FURTHER) if name not in done]:
         if name in ZOO and missing(name):
             print(f"{name}: {missing(name)} is not installed", flush=True)
@@ -160,19 +158,9 @@ def main() -> None:
         rows = zoo(name) if name in ZOO else {"un": further(name)}
         if name.removeprefix("transformers ") in architectures.GAINS:
             rows["gains"] = folded(FURTHER[name](), ONLINE[0], keep=True)
-        kept = [row for row in kept if row["model"] != name]
-        kept += [{"model": name, "spec": spec, "commit": commit(), **row} for spec, row in rows.items()]
+        made = [{"model": name, "spec": spec, "commit": commit(), **row} for spec, row in rows.items()]
         print(name, *(f"{spec}: {row.get('gone', row.get('failed'))}" for spec, row in rows.items()), flush=True)
-        text = io.StringIO()
-        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(sorted(kept, key=lambda row: row["model"]))
-        write_whole(given.out, text.getvalue().encode())
-
-
-def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+        keep(given.out, COLUMNS, ("model", "spec"), made)
 
 
 if __name__ == "__main__":

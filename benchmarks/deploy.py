@@ -14,10 +14,7 @@ same norm in float32. It is the mean over 64 windows of 64 tokens of the text.
 """
 
 import argparse
-import csv
-import io
 import os
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -25,6 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rows import commit, keep, processor
 
 QUIET = {  # before Python starts: no spinning threads, no fresh pages for every tensor
     "OMP_WAIT_POLICY": "PASSIVE", "MALLOC_MMAP_THRESHOLD_": "2147483647", "MALLOC_TRIM_THRESHOLD_": "17179869184",
@@ -230,7 +229,7 @@ def compare(name: str, runtime: str, batch: int, given: argparse.Namespace) -> l
         found = timings.ratio(own, base)
         row |= {"ms": round(1e3 * timings.median(own), 3), "ratio": round(found.median, 3), "low": round(found.low, 3)}
         row |= {"high": round(found.high, 3), "noise": round(timings.noise, 3), "verdict": timings.obstacle or "ok"}
-        row |= {"device": _device(given.device), "torch": torch.__version__, "commit": _commit()}
+        row |= {"device": _device(given.device), "torch": torch.__version__, "commit": commit()}
     return rows
 
 
@@ -265,27 +264,8 @@ def _device(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
     about = Path("/proc/cpuinfo")
-    text = about.read_text(encoding="utf8") if about.exists() else ""
-    model = next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")), "CPU")
-    return f"{model}{', VNNI' if 'vnni' in text else ''}"
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def keep(rows: list[dict[str, Any]], path: Path) -> None:
-    """Put rows into a CSV file, in the place of those of the same variant."""
-    from normkit._util import write_whole
-
-    old = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf8")))) if path.exists() else []
-    made = {tuple(str(row[key]) for key in KEY): row for row in [*old, *rows]}
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(made.values())
-    write_whole(path, text.getvalue().encode())
+    vnni = about.exists() and "vnni" in about.read_text(encoding="utf8")
+    return f"{processor()}{', VNNI' if vnni else ''}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -306,7 +286,7 @@ def main(arguments: list[str] | None = None) -> None:
         for runtime in given.runtimes:
             for batch in given.batches:
                 rows = compare(name, runtime, batch, given)
-                keep(rows, given.out)
+                keep(given.out, COLUMNS, KEY, rows)
                 for row in rows:
                     print(f"  {row['scheme']:9} {row['norm']:7} {row['ms']:9.3f} ms  {row['ratio']:.3f} "
                           f"({row['low']:.3f} to {row['high']:.3f})  likeness {row.get('likeness', '')}  "

@@ -106,7 +106,7 @@ def in_python(folder: Path, run: str) -> dict[str, float]:
     gc.collect()
     gc.disable()  # what only the garbage collector frees counts
     held = _resident()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     start = time.perf_counter()
     result = getattr(normkit, run.removesuffix("()"))(model, **example)
     seconds, peak = time.perf_counter() - start, _status("VmHWM")

@@ -27,6 +27,7 @@ def rows_of(model: str) -> dict[tuple[str, str], dict[str, str]]:
 def draw(model: str, out: Path) -> None:
     """Write the picture as SVG, readable on light and dark pages."""
     from matplotlib import pyplot as plt
+    from matplotlib.patches import Rectangle
 
     rows = rows_of(model)
     whole = float(rows["float32", "layer"]["ms"])
@@ -45,7 +46,7 @@ def draw(model: str, out: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.45)
     axes.set_xticks([])
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color, label=label) for label, color in NORMS.values()]
+    handles = [Rectangle((0, 0), 1, 1, color=color, label=label) for label, color in NORMS.values()]
     axes.legend(handles=handles, loc="lower right", frameon=False, labelcolor=GREY)
     axes.tick_params(colors=GREY, length=0)
     for side in axes.spines.values():

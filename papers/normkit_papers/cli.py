@@ -506,7 +506,7 @@ def _interruptible() -> Iterator[list[int]]:
 
 
 def _announcer(write: Callable[[str], object]) -> Callable[[str, Any], None]:
-    """Return a function that writes the progress of what it is given by name, in ten lines."""
+    """Return a callback that writes the progress of a run, at most once for each tenth of a stage."""
     from normkit_papers.studies.runner import describe
 
     written = set[str]()
