@@ -58,6 +58,22 @@ def lm_wikitext2() -> Run:
     )  # fmt: skip
 
 
+def lm_rotary() -> Run:
+    """Language model of today's kind on the Python reference: pre-norm, rotary positions, tied, 1 M parameters.
+
+    papers train lm_rotary --optimizer muon
+
+    Cost: a minute on one CPU core.
+    """
+    return LanguageRun(
+        name="lm_rotary", data="pydoc", context=128,
+        model=Model(attention="rotary", width=128, hidden=512, depth=4, heads=4, dropout=0.1, max_length=128),
+        steps=500, batch_tokens=512, threads=1,
+        lr=3e-3, betas=(0.9, 0.95), momentum=0.95, label_smoothing=0.0, weight_decay=0.1,
+        warmup=50, checkpoint_every=250, record_every=0,
+    )  # fmt: skip
+
+
 def vit_digits() -> Run:
     """Tiny Vision Transformer on the 8 x 8 digits of scikit-learn.
 
@@ -134,3 +150,7 @@ MULTI30K_HOUR: Bases = {
     "pocket": Base("multi30k.de-en.hour", mt_multi30k, {"steps": 10_000, "warmup": 1000, "valid_every": 2000}),
 }
 WIKITEXT2: Bases = {"pocket": Base("wikitext-2", lm_wikitext2)}
+ROTARY: Bases = {"pocket": Base("pydoc.rotary", lm_rotary)}
+ROTARY_WIKITEXT2: Bases = {
+    "pocket": Base("wikitext-2.rotary", lm_rotary, {"data": "wikitext-2", "subwords": 2000, "model.dropout": 0.0}),
+}
