@@ -151,6 +151,3 @@ MULTI30K_HOUR: Bases = {
 }
 WIKITEXT2: Bases = {"pocket": Base("wikitext-2", lm_wikitext2)}
 ROTARY: Bases = {"pocket": Base("pydoc.rotary", lm_rotary)}
-ROTARY_WIKITEXT2: Bases = {
-    "pocket": Base("wikitext-2.rotary", lm_rotary, {"data": "wikitext-2", "subwords": 2000, "model.dropout": 0.0}),
-}

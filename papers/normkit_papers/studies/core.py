@@ -97,19 +97,22 @@ WIKITEXT2_CORE = Study(
     columns=columns(WIKITEXT2, {"test perplexity": "perplexity", **VALID}),
 )
 
+OPTIMIZERS = {"AdamW": "adamw", "Muon": "muon"}
 LANGUAGE_MODELS = Study(
-    id="core.language-models",
-    title="norms in language models of today's kind, with AdamW and Muon at three learning rates, Python reference",
-    note=f"Muon trains the matrices of the blocks, AdamW the rest, at one learning rate. {WARM_UP}",
-    rows=norm_rows("layer", "rms", "un", "power(groups=0)", "dyt", "derf"),
+    id="core.language-models-rates",
+    title="learning rates of norms in language models of today's kind, AdamW and Muon, Python reference",
+    note=f"Validation perplexity. Muon trains the matrices of the blocks, AdamW the rest, at one rate. {WARM_UP}",
+    rows=norm_rows("layer", "rms", "un", "power(groups=0)", "dyt", "derf", "un(warmup='auto')"),
     columns=tuple(
         Column(
-            title=f"{title}, {lr}", metric="perplexity", base=ROTARY, settings={"optimizer": optimizer, "lr": float(lr)}
+            title=f"{title}, {lr}",
+            metric="perplexity valid",
+            base=ROTARY,
+            settings={"optimizer": optimizer, "lr": float(lr)},
         )
-        for optimizer, title in (("adamw", "AdamW"), ("muon", "Muon"))
+        for title, optimizer in OPTIMIZERS.items()
         for lr in ("1e-3", "3e-3", "1e-2")
     ),
-    seeds=3,
 )
 
 NO_WARMUP: dict[str, Settings] = {"gpu": DECAY, "paper": {**DECAY, "lr": 3e-4}}  # pocket keeps its cosine
