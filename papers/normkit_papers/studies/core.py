@@ -97,7 +97,7 @@ WIKITEXT2_CORE = Study(
     columns=columns(WIKITEXT2, {"test perplexity": "perplexity", **VALID}),
 )
 
-OPTIMIZERS = {"AdamW": "adamw", "Muon": "muon"}
+OPTIMIZERS = {"AdamW": ("adamw", ("1e-3", "3e-3", "1e-2")), "Muon": ("muon", ("3e-3", "1e-2", "3e-2"))}
 LANGUAGE_MODELS = Study(
     id="core.language-models-rates",
     title="learning rates of norms in language models of today's kind, AdamW and Muon, Python reference",
@@ -110,8 +110,8 @@ LANGUAGE_MODELS = Study(
             base=ROTARY,
             settings={"optimizer": optimizer, "lr": float(lr)},
         )
-        for title, optimizer in OPTIMIZERS.items()
-        for lr in ("1e-3", "3e-3", "1e-2")
+        for title, (optimizer, rates) in OPTIMIZERS.items()
+        for lr in rates
     ),
 )
 
