@@ -97,12 +97,13 @@ WIKITEXT2_CORE = Study(
     columns=columns(WIKITEXT2, {"test perplexity": "perplexity", **VALID}),
 )
 
+MODERN = ("layer", "rms", "un", "power(groups=0)", "dyt", "derf")
 OPTIMIZERS = {"AdamW": ("adamw", ("1e-3", "3e-3", "1e-2")), "Muon": ("muon", ("3e-3", "1e-2", "3e-2"))}
 LANGUAGE_MODELS = Study(
     id="core.language-models-rates",
     title="learning rates of norms in language models of today's kind, AdamW and Muon, Python reference",
     note=f"Validation perplexity. Muon trains the matrices of the blocks, AdamW the rest, at one rate. {WARM_UP}",
-    rows=norm_rows("layer", "rms", "un", "power(groups=0)", "dyt", "derf", "un(warmup='auto')"),
+    rows=norm_rows(*MODERN),
     columns=tuple(
         Column(
             title=f"{title}, {lr}",
