@@ -116,6 +116,23 @@ LANGUAGE_MODELS = Study(
     ),
 )
 
+BEST = {"layer": 3e-3, "rms": 1e-2, "un": 3e-3, "un(warmup='auto')": 3e-3, "power(groups=0)": 3e-3, "dyt": 3e-3,
+        "derf": 1e-2}  # fmt: skip
+"""Rates of AdamW with the best validation perplexity of the study above; with Muon 1e-2 is the best for all."""
+
+BEST_LANGUAGE_MODELS = Study(
+    id="core.language-models",
+    title="norms in language models of today's kind, AdamW and Muon, each at its best rate, Python reference",
+    note=f"The best of three rates by validation perplexity, see core.language-models-rates. {WARM_UP}",
+    rows=tuple(
+        Row(f"{spec}, {title}".replace("'", ""), {"model.norm": spec, "optimizer": optimizer, "lr": rate})
+        for title, (optimizer, _) in OPTIMIZERS.items()
+        for spec, rate in ((spec, rate if optimizer == "adamw" else 1e-2) for spec, rate in BEST.items())
+    ),
+    columns=columns(ROTARY, {"perplexity": "perplexity", "calibrated": "perplexity calibrated", **VALID}),
+    seeds=3,
+)
+
 NO_WARMUP: dict[str, Settings] = {"gpu": DECAY, "paper": {**DECAY, "lr": 3e-4}}  # pocket keeps its cosine
 
 GALICIAN_CORE = Study(
