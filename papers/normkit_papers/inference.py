@@ -6,8 +6,7 @@ from pathlib import Path
 from normkit._util import truncate
 from normkit.norms import StatNorm
 from normkit_papers.data.batches import pad
-from normkit_papers.data.subwords import Subwords, spell
-from normkit_papers.data.vocab import EOS, UNK, Vocab
+from normkit_papers.data.vocab import EOS, UNK, Subwords, Vocab, spell
 from normkit_papers.models.mt import Seq2Seq
 from normkit_papers.train.config import PairRun
 from normkit_papers.train.decode import beam_search
@@ -50,7 +49,7 @@ def translate_lines(
 
 def _encode(source: Vocab, line: str) -> list[int]:
     if isinstance(source, Subwords):
-        return source.encode_text(line) if line.strip() else []
+        return source.encode_texts([line])[0]
     symbols = line.split()
     if UNK in source.encode(symbols):  # a word in place of symbols
         symbols = list(line.strip().lower())

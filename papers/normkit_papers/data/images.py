@@ -27,8 +27,7 @@ import torch
 
 from normkit._util import cache_folder, unknown
 from normkit_papers.data import OnStage
-from normkit_papers.data.corpora import data_roots, not_here, table
-from normkit_papers.data.lines import undamaged
+from normkit_papers.data.files import data_roots, not_here, table, undamaged
 from normkit_papers.data.vocab import Vocab
 from normkit_papers.models.torchvision_ops import load_torchvision
 
@@ -54,7 +53,7 @@ class ImageSet:
     origin: str
 
 
-IMAGE_SETS: dict[str, ImageSet] = {name: ImageSet(name=name, **row) for name, row in table("images").items()}
+IMAGE_SETS: dict[str, ImageSet] = {name: ImageSet(**row) for name, row in table("images").items()}
 """By name."""
 
 

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from normkit._util import unknown
-from normkit_papers.data.corpora import data_roots, not_here, table
+from normkit_papers.data.files import data_roots, find_file, not_here, open_bytes, table, undamaged
 from normkit_papers.data.images import Broken, reading, to_rgb
-from normkit_papers.data.lines import find_file, open_bytes, undamaged
 from normkit_papers.data.vocab import Vocab
 
 LEAST = 0.01  # pixels: minimum side of a box, so that its corners differ in float32
@@ -40,7 +39,7 @@ class SceneSet:
     origin: str
 
 
-SCENE_SETS: dict[str, SceneSet] = {name: SceneSet(name=name, **row) for name, row in table("detection").items()}
+SCENE_SETS: dict[str, SceneSet] = {name: SceneSet(**row) for name, row in table("detection").items()}
 """By name."""
 
 

@@ -1,20 +1,51 @@
-"""Files and lines of text, plain or compressed; errors name the file and the line."""
+"""Find the files of data sets and read their lines, plain or compressed; errors name the file and the line.
+
+`NORMKIT_DATA` lists folders (separated by colons, on Windows semicolons) that contain a folder for each data set.
+"""
 
 import contextlib
+import functools
 import gzip
+import importlib.resources
 import lzma
+import os
+import tomllib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Literal
 
-SUFFIXES = ("", ".xz", ".gz")
+VARIABLE = "NORMKIT_DATA"
+
+
+@functools.cache
+def table(kind: Literal["text", "images", "detection"]) -> dict[str, dict[str, Any]]:
+    """Return the rows of a kind of data in `corpora.toml`, by name."""
+    text = importlib.resources.files("normkit_papers.data").joinpath("corpora.toml").read_text(encoding="utf8")
+    return {name: {"name": name, **row} for name, row in tomllib.loads(text)[kind].items()}
+
+
+def data_roots() -> list[Path]:
+    """Return the folders that `NORMKIT_DATA` lists."""
+    return [Path(root) for root in os.environ.get(VARIABLE, "").split(os.pathsep) if root]
+
+
+def not_here(name: str, folder: str, origin: str, missing: Mapping[Path, list[str]], forms: str = "") -> ValueError:
+    """Return the error for a data set that no folder of `NORMKIT_DATA` has.
+
+    `missing` has the files that each folder lacks, `forms` what they may end in.
+    """
+    where = f"{VARIABLE} is not set; set it to a folder that holds {folder}/"
+    if missing:
+        nearest = min(missing, key=lambda each: len(missing[each]))
+        where = f"{nearest} lacks {', '.join(missing[nearest])}{forms}"
+    return ValueError(f"the data set {name} is not here: {where}. Get it from {origin}")
 
 
 def find_file(path: str | Path) -> Path | None:
     """Return the file at `path`, or `path.xz` or `path.gz`; None if there is none."""
-    candidates = [Path(f"{path}{suffix}") for suffix in SUFFIXES]
+    candidates = [Path(f"{path}{suffix}") for suffix in ("", ".xz", ".gz")]
     return next((candidate for candidate in candidates if candidate.is_file()), None)
 
 
