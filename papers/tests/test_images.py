@@ -88,19 +88,19 @@ def test_all_formats_have_the_same_images(tmp_path):
     train, val = made.files(24, 0), made.files(9, 1)
     folder = made.write_folder(tmp_path / "a")
     (folder / "train" / "class0" / "._0000.png").write_bytes(b"of macOS")
-    made.write_tar(folder / "train.tar", train[:3])  # folders of classes come first
-    made.write_tar(tmp_path / "b" / "x-train-00.tar", train[:10])
-    made.write_tar(tmp_path / "b" / "x-train-01.tar", train[10:])
-    made.write_tar(tmp_path / "b" / "val" / "00.tar", val, kind="json")
+    for name, kind in (("b", "cls"), ("d", "json")):
+        made.write_tar(tmp_path / name / "x-train-00.tar", train[:10], kind)
+        made.write_tar(tmp_path / name / "x-train-01.tar", train[10:], kind)
+        made.write_tar(tmp_path / name / "x-validation-00.tar", val, kind)
     made.write_parquet(tmp_path / "c" / "data" / "train-00.parquet", train[:13])
     made.write_parquet(tmp_path / "c" / "data" / "train-01.parquet", train[13:])
     made.write_parquet(tmp_path / "c" / "data" / "validation-00.parquet", val)
-    data = [read_images(str(tmp_path / name)) for name in "abc"]
+    data = [read_images(str(tmp_path / name)) for name in "abcd"]
     assert data[0].vocabularies["classes"].plain() == ["class0", "class1", "class2"]
-    assert [len(each.vocabularies["classes"].plain()) for each in data] == [3, 3, 3]
+    assert [len(each.vocabularies["classes"].plain()) for each in data] == [3] * 4
     assert len(contents(data[0].train)) == 24
-    assert [contents(each.train) == contents(data[0].train) for each in data] == [True] * 3
-    assert [contents(each.test) == contents(data[0].test) for each in data] == [True] * 3
+    assert [contents(each.train) == contents(data[0].train) for each in data] == [True] * 4
+    assert [contents(each.test) == contents(data[0].test) for each in data] == [True] * 4
     assert data[0].valid is data[0].test
 
 
@@ -131,42 +131,39 @@ def test_damaged_shards_raise(kind, tmp_path):
     for split in ("train", "val"):
         path = write(tmp_path / "own" / f"{split}.{kind}", made.files(20))
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(ValueError, match=rf"val\.{kind} cannot be read"):
+    with pytest.raises(ValueError, match=r"own.* cannot be read"):
         read_images(str(tmp_path / "own"))
 
 
 def test_missing_images_are_named_with_their_source(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"lacks imagenet/, ILSVRC2012/.*image-net\.org"):
         find_images("imagenet")
-    with pytest.raises(ValueError, match="did you mean 'cifar10'"):
+    with pytest.raises(ValueError, match="'cifar10'"):
         find_images("cifar_10")
     (tmp_path / "own" / "train" / "a").mkdir(parents=True)
-    with pytest.raises(ValueError, match="train"):
+    with pytest.raises(ValueError, match="own"):
         read_images(str(tmp_path / "own"))
     made.write_folder(tmp_path / "own2")
     (tmp_path / "own2" / "val" / "class2").rename(tmp_path / "own2" / "val" / "zebra")
-    with pytest.raises(ValueError, match="own2/val has other folders of classes"):
+    with pytest.raises(ValueError, match=r"own2 .* zebra"):
         read_images(str(tmp_path / "own2"))
     monkeypatch.delenv("NORMKIT_DATA")
-    with pytest.raises(ValueError, match=r"NORMKIT_DATA is not set.*cs\.toronto\.edu"):
+    with pytest.raises(ValueError, match=r"NORMKIT_DATA .*cs\.toronto\.edu"):
         find_images("cifar10")
 
 
 def test_unreadable_images_are_named(tmp_path):
     data = read_images(str(made.write_folder(tmp_path / "own")))
-    path = pathlib.Path(data.train.name(3))
+    path = pathlib.Path(data.train[3]["path"])
     wide = tmp_path / "wide.tif"
     Image.fromarray(np.full((4, 5), 700, np.uint16)).save(wide)  # PIL would clip it at 255
-    for content in (path.read_bytes()[:200], b"no image", b"", wide.read_bytes()):
-        path.write_bytes(content)
+    for content in (path.read_bytes()[:200], b"no image", b"", wide.read_bytes(), None):
+        path.unlink() if content is None else path.write_bytes(content)
         with pytest.raises(Broken, match=rf"{path.name} cannot be read"):
             decode(data.train, 3)
-    path.unlink()
-    with pytest.raises(Broken, match=rf"{path.name} cannot be read"):
-        decode(data.train, 3)
     made.write_parquet(tmp_path / "own2" / "train.parquet", [("a", b"", 0)] * 2)
     made.write_parquet(tmp_path / "own2" / "val.parquet", made.files(2))
-    with pytest.raises(Broken, match=r"image 1 of .*train\.parquet cannot be read"):
+    with pytest.raises(Broken, match=r"image 1 of split train .*own2 cannot be read"):
         decode(read_images(str(tmp_path / "own2")).train, 1)
 
 
@@ -182,10 +179,12 @@ def test_held_out_images_are_fixed_and_not_trained_on(tmp_path):
 
 def test_batches_of_images_depend_on_seed_and_epoch():
     split = ImageSplit(np.zeros((12, 1, 1, 3), np.uint8), np.zeros(12))
-    first = image_batches(split, 5, seed=3, epoch=1)
-    assert first == image_batches(split, 5, seed=3, epoch=1)
-    assert first != image_batches(split, 5, seed=3, epoch=2)
-    assert first != image_batches(split, 5, seed=4, epoch=1)
+    first, again, epoch, seed = (
+        [batch.tolist() for batch in image_batches(split, 5, seed=seed, epoch=epoch)]
+        for seed, epoch in ((3, 1), (3, 1), (3, 2), (4, 1))
+    )
+    assert first == again
+    assert first not in (epoch, seed)
     assert [len({*batch}) for batch in first] == [5, 5], "an incomplete batch is left out"
     assert not {*first[0]} & {*first[1]}
     with pytest.raises(ValueError, match="13 images"):
