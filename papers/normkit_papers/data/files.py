@@ -9,6 +9,7 @@ import gzip
 import importlib.resources
 import lzma
 import os
+import tarfile
 import tomllib
 import zlib
 from collections.abc import Iterator, Mapping
@@ -60,7 +61,9 @@ def undamaged(path: Path) -> Iterator[None]:
     """Raise a ValueError with the file's name if the block finds the file damaged."""
     try:
         yield
-    except (EOFError, ValueError, gzip.BadGzipFile, lzma.LZMAError, zlib.error, RecursionError) as error:
+    except (
+        EOFError, ValueError, gzip.BadGzipFile, lzma.LZMAError, tarfile.TarError, zlib.error, RecursionError
+    ) as error:  # fmt: skip
         raise ValueError(f"{path} cannot be read: {error}; repair it or get it again") from None
 
 

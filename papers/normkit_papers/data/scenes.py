@@ -50,16 +50,9 @@ class ImageFiles:
         self.path = path
         self.members: dict[str, tuple[int, int]] | None = None
         if path.is_file():
-            with undamaged(path):
-                try:
-                    with tarfile.open(path, "r:") as archive:
-                        self.members = {
-                            each.name.removeprefix("./"): (each.offset_data, each.size)
-                            for each in archive
-                            if each.isfile()
-                        }
-                except tarfile.TarError as error:
-                    raise ValueError(error) from None
+            with undamaged(path), tarfile.open(path, "r:") as archive:
+                files = (each for each in archive if each.isfile())
+                self.members = {each.name.removeprefix("./"): (each.offset_data, each.size) for each in files}
 
     def __contains__(self, name: str) -> bool:
         return (self.path / name).is_file() if self.members is None else name in self.members
@@ -84,7 +77,7 @@ class ImageFiles:
 class Scene:
     """An image file and its objects.
 
-    Boxes `[n, 4]` are (x1, y1, x2, y2), labels `[n]` count from 1, an outline is COCO's or None.
+    Boxes `[n, 4]` are (x1, y1, x2, y2), labels `[n]` count from 1, outlines are compressed run lengths or None.
     """
 
     number: int
@@ -130,9 +123,8 @@ class Scenes:
         from pycocotools import mask
 
         scene = self.scenes[index]
-        size = scene.height, scene.width
-        masks = [torch.from_numpy(mask.decode(_run_lengths(outline, *size))) for outline in scene.outlines]  # pyright: ignore[reportArgumentType]
-        return torch.stack(masks) if masks else torch.zeros(0, *size, dtype=torch.uint8)
+        masks = [torch.from_numpy(mask.decode(outline)) for outline in scene.outlines]
+        return torch.stack(masks) if masks else torch.zeros(0, scene.height, scene.width, dtype=torch.uint8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,10 +221,11 @@ def read_scenes(
         height, width = image["height"], image["width"]
         usable = []
         for annotation in by_image[image["id"]]:
-            corners, outline = _corners(annotation["bbox"], height, width), annotation.get("segmentation") or None
+            corners, drawn = _corners(annotation["bbox"], height, width), annotation.get("segmentation")
+            outline = _run_lengths(drawn, height, width) if drawn else None
             if corners is None:
                 leave_out("boxes without area in their image", annotation)
-            elif outline is not None and not _is_drawable(outline, height, width):
+            elif drawn and outline is None:
                 leave_out("outlines that cannot be drawn", annotation)
             else:
                 usable.append((annotation, corners, outline))
@@ -243,17 +236,10 @@ def read_scenes(
             continue
         kept.append(image)
         truth += [_truth(len(truth) + at, *each) for at, each in enumerate(usable, 1)]
-        scenes.append(
-            Scene(
-                image["id"],
-                image["file_name"],
-                height,
-                width,
-                torch.tensor([corners for _, corners, _ in boxes], dtype=torch.float32).view(-1, 4),
-                torch.tensor([labels[row["category_id"]] for row, _, _ in boxes], dtype=torch.long),
-                tuple(outline for _, _, outline in boxes),
-            )
-        )
+        corners = torch.tensor([corners for _, corners, _ in boxes], dtype=torch.float32).view(-1, 4)
+        numbers = torch.tensor([labels[row["category_id"]] for row, _, _ in boxes], dtype=torch.long)
+        outlines = tuple(outline for _, _, outline in boxes)
+        scenes.append(Scene(image["id"], image["file_name"], height, width, corners, numbers, outlines))
     left_out = +left_out  # without zeros
     if not scenes:
         raise ValueError(f"{path} has no usable image; left out: {dict(left_out)}")
@@ -296,44 +282,29 @@ def _are_numbers(values: list[Any], most: float = 1e7) -> bool:
     return all(type(value) in (int, float) and abs(value) <= most for value in values)
 
 
-def _is_drawable(outline: Any, height: int, width: int) -> bool:
-    """Return True for polygons near the image, or run lengths that add up to its size.
+def _run_lengths(outline: Any, height: int, width: int) -> Any:
+    """Return polygons near the image, or run lengths that add up to its size, as compressed run lengths, else None.
 
     pycocotools does not check its input: another outline can crash the process.
     """
-    if isinstance(outline, list):
-        most = 2 * max(height, width)
-        return all(
-            isinstance(ring, list) and len(ring) >= 6 and len(ring) % 2 == 0 and _are_numbers(ring, most)
-            for ring in outline
-        )
-    if not isinstance(outline, dict) or outline.get("size") != [height, width]:
-        return False
-    counts = outline.get("counts")
-    if isinstance(counts, list):
-        return all(type(n) is int and n >= 0 for n in counts) and sum(counts) == height * width
-    return isinstance(counts, str) and _is_whole(outline)
-
-
-def _is_whole(outline: Any) -> bool:
-    """Return True if compressed run lengths have no more and no fewer pixels than their image."""
-    from pycocotools import mask
-
-    try:
-        again = mask.encode(np.asfortranarray(mask.decode(outline)))  # of too few, pycocotools adds random ones
-    except ValueError:
-        return False
-    return again["counts"].decode() == outline["counts"]  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _run_lengths(outline: Any, height: int, width: int) -> dict[str, Any]:
-    """Return polygons or run lengths as compressed run lengths."""
     from pycocotools import mask
 
     tools: Any = mask
     if isinstance(outline, list):
-        return tools.merge(tools.frPyObjects(outline, height, width))
-    return tools.frPyObjects(outline, height, width) if isinstance(outline["counts"], list) else outline
+        rings = all(isinstance(ring, list) and len(ring) >= 6 and len(ring) % 2 == 0 for ring in outline)
+        near = rings and all(_are_numbers(ring, 2 * max(height, width)) for ring in outline)
+        return tools.merge(tools.frPyObjects(outline, height, width)) if near else None
+    if not isinstance(outline, dict) or outline.get("size") != [height, width]:
+        return None
+    counts = outline.get("counts")
+    if isinstance(counts, list):
+        whole = all(type(n) is int and n >= 0 for n in counts) and sum(counts) == height * width
+        return tools.frPyObjects(outline, height, width) if whole else None
+    try:
+        again = tools.encode(np.asfortranarray(tools.decode(outline)))
+    except (TypeError, ValueError):
+        return None
+    return again if again["counts"].decode() == counts else None  # for too few, pycocotools adds random ones
 
 
 def _truth(number: int, annotation: dict[str, Any], corners: tuple[float, ...], outline: Any) -> dict[str, Any]:
