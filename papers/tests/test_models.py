@@ -7,7 +7,7 @@ import pytest
 import torch
 from norm_cases import reads_its_sample, short
 from normkit_papers.data.vocab import PAD
-from normkit_papers.models.adaptive import Adaptive
+from normkit_papers.models.blocks import Adaptive
 from normkit_papers.models.config import Model
 from normkit_papers.models.lm import DecoderLM
 from normkit_papers.models.mixers import Convolution, MultiLinear
@@ -21,7 +21,7 @@ SOURCE = torch.tensor([[4, 5, 6, 7, 2], [8, 9, 2, 0, 0]])
 TARGET = torch.tensor([[1, 5, 6, 7], [1, 9, 0, 0]])
 CONVOLUTIONS = [
     dataclasses.replace(SMALL, attention="dynamicconv", kernels=(3, 5), norm="un(window=2, warmup=2)"),
-    dataclasses.replace(SMALL, attention="lightconv", kernels=(7,)),
+    dataclasses.replace(SMALL, attention="dynamicconv", kernels=(7,)),
 ]
 FORMS = [
     SMALL, dataclasses.replace(SMALL, placement="post"), dataclasses.replace(SMALL, fixnorm=True, norm="scale"),
@@ -98,7 +98,7 @@ def check_the_cache(model):
 
 def test_dynamic_convolution_agrees_with_a_loop_over_positions():
     torch.manual_seed(0)
-    block, x = Convolution(4, 2, 3, True, 0.0), torch.randn(1, 5, 4)
+    block, x = Convolution(4, 2, 3, 0.0), torch.randn(1, 5, 4)
     gated = torch.nn.functional.glu(block.inner(x), -1)[0]
     weights = block.taps(gated).view(5, 2, 3).softmax(-1)
     for causal, shift in ((True, 2), (False, 1)):
@@ -190,17 +190,6 @@ def test_fixup_starts_as_the_identity():
     assert stds(model, "decoder", "feedforward", "inner")[0] == pytest.approx((2 / 192) ** 0.5 * 12**-0.5, rel=0.05)
 
 
-def test_t_fixup_scales_values_outputs_and_word_vectors():
-    model, plain = made("t-fixup"), made("xavier")
-    encoder, decoder = 0.67 * 4**-0.25, 36**-0.25
-    ours, theirs = model.encoder.layers[2].attention, plain.encoder.layers[2].attention
-    torch.testing.assert_close(ours.value.weight, encoder * theirs.value.weight)
-    torch.testing.assert_close(ours.query.weight, theirs.query.weight)
-    ours, theirs = model.decoder.layers[1].cross, plain.decoder.layers[1].cross
-    torch.testing.assert_close(ours.out.weight, decoder * theirs.out.weight)
-    torch.testing.assert_close(model.target_embedding.table.weight, decoder * plain.target_embedding.table.weight)
-
-
 def test_layer_drop_has_the_given_rate_in_training_only():
     model = DecoderLM(dataclasses.replace(DEEP, layer_drop=0.25, depth=8), 50)
     calls = []
@@ -259,12 +248,13 @@ def test_attention_is_causal():
 
 
 def test_adaptive_losses_are_those_of_all_probabilities():
-    layer = drawn(Adaptive(20, 8, (6, 11)))
-    x, target = torch.randn(40, 8, dtype=torch.float64), torch.arange(40) % 20
-    whole = layer(x)
-    torch.testing.assert_close(whole.exp().sum(-1), torch.ones(40, dtype=torch.float64))
-    torch.testing.assert_close(layer.nll(x, target), -whole.gather(1, target[:, None]).mean())
+    layer = drawn(Adaptive(20, 16, (6, 11)))
+    x, target = torch.randn(2, 20, 16, dtype=torch.float64), torch.arange(40).view(2, 20) % 20
+    whole = layer.scores(x)
+    torch.testing.assert_close(whole.exp().sum(-1), torch.ones(2, 20, dtype=torch.float64))
+    torch.testing.assert_close(layer.nll(x, target), -whole.gather(2, target[..., None]).mean())
+    torch.testing.assert_close(whole[..., 6:11].exp().sum(-1), (x @ layer.head.weight.T).softmax(-1)[..., 6])
     vectors = layer.embed(torch.tensor([5, 6, 19]))
-    torch.testing.assert_close(vectors[1], layer.maps[0].weight @ layer.tables[1].weight[0])
-    torch.testing.assert_close(vectors[2], layer.maps[1].weight @ layer.tables[2].weight[8])
-    torch.testing.assert_close(vectors[0], layer.tables[0].weight[5])
+    for vector, (project, narrow), row in zip(vectors[1:], layer.tail, (0, 8), strict=True):
+        torch.testing.assert_close(vector, project.weight.T @ narrow.weight[row])
+    torch.testing.assert_close(vectors[0], layer.head.weight[5])
