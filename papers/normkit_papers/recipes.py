@@ -3,8 +3,6 @@
 A recipe is a function that returns a `Run`. Its docstring gives the command, the cost and the score to expect.
 """
 
-import dataclasses
-
 from normkit_papers.models.config import Model
 from normkit_papers.study import Base, Bases
 from normkit_papers.train.config import DigitsRun, G2PRun, ImageRun, Images, LanguageRun, Run, TranslationRun
@@ -107,21 +105,6 @@ def mt_multi30k() -> Run:
         steps=1600, batch_tokens=1000, threads=1,
         lr=2e-3, label_smoothing=0.1, warmup=200,
         valid_every=400, checkpoint_every=400, test_items=0,
-    )  # fmt: skip
-
-
-def mt_speedrun() -> Run:
-    """German to English on Multi30k at full GPU speed: large batches in bf16.
-
-    NORMKIT_DATA=FOLDER papers train mt_speedrun
-
-    Cost: a minute or two on one GPU.
-    """
-    return dataclasses.replace(
-        mt_multi30k(), name="mt_speedrun",
-        steps=1500, batch_tokens=16_000, threads=None,
-        warmup=300, valid_every=250, checkpoint_every=0,
-        precision="bf16-mixed", record_every=0,
     )  # fmt: skip
 
 

@@ -252,7 +252,7 @@ def test_a_missing_corpus_is_named_with_its_files_and_source(tmp_path, monkeypat
     monkeypatch.setenv("NORMKIT_DATA", str(tmp_path))
     (tmp_path / "ptb").mkdir()
     (tmp_path / "ptb" / "ptb.train.txt.xz").write_bytes(lzma.compress(b"a\n"))
-    with pytest.raises(ValueError, match=r"ptb lacks ptb\.valid\.txt, ptb\.test\.txt .*fit\.vutbr\.cz"):
+    with pytest.raises(ValueError, match=r"ptb lacks ptb\.valid\.txt, ptb\.test\.txt.*fit\.vutbr\.cz"):
         locate("ptb")
     with pytest.raises(ValueError, match="'ptb'"):
         locate("ptp")

@@ -136,7 +136,7 @@ def test_damaged_shards_raise(kind, tmp_path):
 
 
 def test_missing_images_are_named_with_their_source(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"lacks imagenet/, ILSVRC2012/.*image-net\.org"):
+    with pytest.raises(ValueError, match=r"lacks .*image-net\.org"):
         find_images("imagenet")
     with pytest.raises(ValueError, match="'cifar10'"):
         find_images("cifar_10")

@@ -41,7 +41,8 @@ def cheap(tmp_path, monkeypatch):
 
 def album(size=32, count=12):
     split = ImageSplit(*made.pixels(count, size=size))
-    return ImageData("made", split, split, split, {"classes": Vocab("abc")}, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+    return ImageData(name="made", train=split, valid=split, test=split, vocabularies={"classes": Vocab("abc")},
+                     mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))  # fmt: skip
 
 
 def shown(settings, data, size=32, seed=5):

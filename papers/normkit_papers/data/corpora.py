@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from normkit._util import unknown
-from normkit_papers.data.files import data_roots, find_file, not_here, read_columns, read_lines, read_pairs, table
+from normkit_papers.data.files import find, find_file, read_columns, read_lines, read_pairs, table
 
 SPLITS = ("train", "valid", "test")
 QUOTES = str.maketrans("\u2018\u2019\u201c\u201d", "''\"\"")
@@ -34,7 +33,7 @@ class Corpus:
     """A row of the table of texts; `corpora.toml` explains its keys."""
 
     name: str
-    folder: str
+    folders: Sequence[str] = ()
     sides: Sequence[str]
     splits: dict[str, Part]
     instead: dict[str, Part]
@@ -127,18 +126,10 @@ def locate(name: str) -> Located:
     Raises:
         ValueError: If the name is unknown or files are missing; the message names them and their source.
     """
-    if name in CORPORA:
-        corpus = CORPORA[name]
-        missing = {}
-        for folder in [root / part for root in data_roots() for part in (corpus.folder, name)]:
-            if isinstance(found := _in_folder(corpus, folder), Located):
-                return found
-            missing[folder] = found
-        raise not_here(name, corpus.folder, corpus.origin, missing, " (plain, .xz or .gz)")
-    if not Path(name).is_dir():
-        raise unknown(CORPORA, name, "corpus", ", or name a folder of text files")
-    folder = Path(name).absolute()  # "." has no name
-    own: dict[str, Any] = {"name": folder.name, "folder": "", "tokenized": False, "origin": "its owner"}
+    corpus, folder = find(name, CORPORA, "corpus", lambda corpus, folder: _in_folder(corpus, folder)[1])
+    if corpus is not None:
+        return _in_folder(corpus, folder)[0]
+    own: dict[str, Any] = {"name": folder.name, "tokenized": False, "origin": "its owner"}
     lacking = []
     for pattern, form in (
         ("{}.{{}}", {"sides": ("source", "target")}),
@@ -146,16 +137,16 @@ def locate(name: str) -> Located:
         ("{}.txt", {"sides": ("words",), "subwords": 0}),
     ):
         splits = {split: {"files": [pattern.format(split)]} for split in SPLITS}
-        if isinstance(found := _in_folder(_corpus(**own, **form, **splits), folder), Located):
-            return found
-        lacking.append(", ".join(found))
+        located, missing = _in_folder(_corpus(**own, **form, **splits), folder)
+        if not missing:
+            return located
+        lacking.append(", ".join(missing))
     raise ValueError(f"{folder} has no text: it lacks {'; or '.join(lacking)}")
 
 
-def _in_folder(corpus: Corpus, folder: Path) -> Located | list[str]:
-    """Return the corpus in a folder, or the files that are missing there."""
-    missing = list[str]()
-    located = Located(corpus, {}, {})
+def _in_folder(corpus: Corpus, folder: Path) -> tuple[Located, list[str]]:
+    """Return the corpus in a folder, and the files that are missing there (plain, .xz or .gz)."""
+    located, missing = Located(corpus, {}, {}), list[str]()
     for split, own in corpus.splits.items():
         lacking = list[str]()
         for part in filter(None, (own, corpus.instead.get(split))):
@@ -168,4 +159,4 @@ def _in_folder(corpus: Corpus, folder: Path) -> Located | list[str]:
             lacking = lacking or [name for name, path in paths.items() if path is None]
         else:
             missing += lacking
-    return list(dict.fromkeys(missing)) or located
+    return located, list(dict.fromkeys(missing))

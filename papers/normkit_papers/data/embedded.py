@@ -27,54 +27,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from normkit._util import unknown
+from normkit_papers.data import Data
 from normkit_papers.data.corpora import SPLITS, locate, split_of
 from normkit_papers.data.vocab import BOS, EOS, SPECIAL, Vocab
 
-Pair = tuple[list[int], list[int]]
 
-
-@dataclasses.dataclass(frozen=True)
-class Pairs:
-    """Pairs of sequences: numbers of source and target symbols, including the end.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pairs(Data):
+    """Pairs of sequences: lists of the numbers of source and target symbols, including the end.
 
     `test` has each item once; `references` has all of its correct targets, as symbols.
     """
 
-    name: str
-    train: list[Pair]
-    valid: list[Pair]
-    test: list[Pair]
     references: list[list[list[str]]]
-    vocabularies: dict[str, Vocab]
 
 
-@dataclasses.dataclass(frozen=True)
-class Text:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Text(Data):
     """Running text, one tensor of token numbers per split.
 
     `words` is the number of words of the test split if tokens are subwords, else 0.
     """
 
-    name: str
-    train: Tensor
-    valid: Tensor
-    test: Tensor
-    vocabularies: dict[str, Vocab]
     words: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Digits:
+class Digits(Data):
     """Images `[n, channels, size, size]` in [0, 1] and their classes `[n]` for each split."""
-
-    name: str
-    train: tuple[Tensor, Tensor]
-    valid: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
-    vocabularies: dict[str, Vocab]
 
 
 @functools.cache  # three seconds; a demo trains several models in each process
@@ -117,7 +98,7 @@ def pydoc() -> Text:
     vocab = Vocab(sorted(word for word, count in counts.items() if count >= 3))
     streams = {split: torch.tensor([BOS, *vocab.encode(words)]) for split, words in tokens.items()}
     version = ".".join(map(str, sys.version_info[:3]))
-    return Text(f"pydoc (Python {version})", **streams, vocabularies={"words": vocab}, words=0)
+    return Text(name=f"pydoc (Python {version})", **streams, vocabularies={"words": vocab})
 
 
 def digits() -> Digits:
@@ -130,7 +111,7 @@ def digits() -> Digits:
     where = [split_of(f"digit {number}") for number in range(len(labels))]
     chosen = {split: torch.tensor([at == split for at in where]) for split in SPLITS}
     parts = {split: (images[rows], labels[rows]) for split, rows in chosen.items()}
-    return Digits("digits", **parts, vocabularies={"classes": Vocab(map(str, range(10)))})
+    return Digits(name="digits", **parts, vocabularies={"classes": Vocab(map(str, range(10)))})
 
 
 SOURCES: dict[str, Callable[[], Pairs | Text | Digits]] = {"cmudict": cmudict, "pydoc": pydoc, "digits": digits}
@@ -150,7 +131,7 @@ def reader(name: str) -> Callable[[], Any]:
         return SOURCES[name]
     if Path(name).is_dir():
         return functools.partial(pairs_in, name)
-    raise unknown(SOURCES, name, "data set", ", or name a folder of text files")
+    raise unknown(SOURCES, name, "data set", ", or name a folder")
 
 
 def pairs_in(folder: str) -> Pairs:
@@ -187,4 +168,4 @@ def _encoded(name: str, splits: dict[str, list[tuple[Any, Any]]], vocabularies: 
         split: [([*encode[0](source), EOS], [*encode[1](target), EOS]) for source, target in pairs]
         for split, pairs in splits.items()
     }
-    return Pairs(name, **made, references=list(answers.values()), vocabularies=vocabularies)
+    return Pairs(name=name, **made, references=list(answers.values()), vocabularies=vocabularies)

@@ -12,10 +12,12 @@ import os
 import tarfile
 import tomllib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
+
+from normkit._util import unknown
 
 VARIABLE = "NORMKIT_DATA"
 
@@ -27,21 +29,36 @@ def table(kind: Literal["text", "images", "detection"]) -> dict[str, dict[str, A
     return {name: {"name": name, **row} for name, row in tomllib.loads(text)[kind].items()}
 
 
-def data_roots() -> list[Path]:
-    """Return the folders that `NORMKIT_DATA` lists."""
-    return [Path(root) for root in os.environ.get(VARIABLE, "").split(os.pathsep) if root]
+def find(name: str, rows: Mapping[str, Any], what: str, lacking: Callable[[Any, Path], list[str]]) -> tuple[Any, Path]:
+    """Find the folder of a data set: one that a table has, or a folder of your own.
 
+    Args:
+        name: A row of the table, whose folder is in one of those that `NORMKIT_DATA` lists; or a folder.
+        rows: The table.
+        what: What the table lists, for error messages.
+        lacking: Returns the files of a row that a folder lacks.
 
-def not_here(name: str, folder: str, origin: str, missing: Mapping[Path, list[str]], forms: str = "") -> ValueError:
-    """Return the error for a data set that no folder of `NORMKIT_DATA` has.
+    Returns:
+        The row, None for a folder of your own; and the folder.
 
-    `missing` has the files that each folder lacks, `forms` what they may end in.
+    Raises:
+        ValueError: If there is no such row and no such folder, or files are missing; then with their source.
     """
-    where = f"{VARIABLE} is not set; set it to a folder that holds {folder}/"
+    if name not in rows:
+        if not Path(name).is_dir():
+            raise unknown(rows, name, what, ", or name a folder")
+        return None, Path(name).absolute()  # "." has no name
+    row, missing = rows[name], dict[Path, list[str]]()
+    roots = [Path(root) for root in os.environ.get(VARIABLE, "").split(os.pathsep) if root]
+    for folder in [root / each for root in roots for each in (name, *row.folders)]:
+        if not (found := lacking(row, folder)):
+            return row, folder
+        missing[folder] = found
+    where = f"{VARIABLE} is not set; set it to a folder that holds {(*row.folders, name)[0]}/"
     if missing:
-        nearest = min(missing, key=lambda each: len(missing[each]))
-        where = f"{nearest} lacks {', '.join(missing[nearest])}{forms}"
-    return ValueError(f"the data set {name} is not here: {where}. Get it from {origin}")
+        nearest = min(missing, key=lambda each: (len(missing[each]), not each.is_dir()))
+        where = f"{nearest} lacks {', '.join(missing[nearest])}"
+    raise ValueError(f"the data set {name} is not here: {where}. Get it from {row.origin}")
 
 
 def find_file(path: str | Path) -> Path | None:

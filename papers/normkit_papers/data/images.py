@@ -18,16 +18,16 @@ import copy
 import dataclasses
 import io
 import lzma
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from normkit._util import cache_folder, unknown
-from normkit_papers.data import OnStage
+from normkit._util import cache_folder
+from normkit_papers.data import Data, OnStage
 from normkit_papers.data.batches import batches_of
-from normkit_papers.data.files import data_roots, not_here, table, undamaged
+from normkit_papers.data.files import find, table, undamaged
 from normkit_papers.data.vocab import Vocab
 
 Splits = dict[str, "ImageSplit"]
@@ -42,7 +42,7 @@ class ImageSet:
     """A row of the table of images; `corpora.toml` explains its keys."""
 
     name: str
-    folders: tuple[str, ...]
+    folders: Sequence[str]
     classes: int
     train: int
     test: int
@@ -83,15 +83,10 @@ class ImageSplit:
         return self.items[int(self.rows[item])]
 
 
-@dataclasses.dataclass(frozen=True)
-class ImageData:
-    """A data set of images, decoded when used; `notes` lists deviations from the table."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageData(Data):
+    """A data set of images, an `ImageSplit` per split; `notes` lists deviations from the table."""
 
-    name: str
-    train: ImageSplit
-    valid: ImageSplit
-    test: ImageSplit
-    vocabularies: dict[str, Vocab]
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     notes: tuple[str, ...] = ()
@@ -103,17 +98,7 @@ def find_images(name: str) -> tuple[ImageSet | None, Path]:
     Raises:
         ValueError: If the name is unknown or the folder is missing; the message names the source.
     """
-    if name not in IMAGE_SETS:
-        if not Path(name).is_dir():
-            raise unknown(IMAGE_SETS, name, "image data set", ", or name a folder of images")
-        return None, Path(name).absolute()  # "." has no name
-    row = IMAGE_SETS[name]
-    for folder in [root / folder for root in data_roots() for folder in row.folders]:
-        if folder.is_dir():
-            return row, folder
-    raise not_here(
-        name, row.folders[0], row.origin, {root: [f"{each}/" for each in row.folders] for root in data_roots()}
-    )
+    return find(name, IMAGE_SETS, "image data set", lambda row, folder: [] if folder.is_dir() else ["this folder"])
 
 
 def read_images(
@@ -156,7 +141,10 @@ def read_images(
         order = np.random.default_rng(0).permutation(count)
         valid, train = train.take(np.sort(order[:held_out])), train.take(np.sort(order[held_out:]))
     known, label = row or IMAGE_SETS["imagenet"], row.name if row else folder.name
-    return ImageData(label, train, valid, test, {"classes": Vocab(classes)}, known.mean, known.std, tuple(notes))
+    return ImageData(
+        name=label, train=train, valid=valid, test=test, vocabularies={"classes": Vocab(classes)},
+        mean=known.mean, std=known.std, notes=tuple(notes),
+    )  # fmt: skip
 
 
 def decode(split: ImageSplit, item: int, least: int = 0) -> Any:

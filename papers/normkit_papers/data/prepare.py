@@ -19,7 +19,7 @@ import safetensors.numpy
 from torch import Tensor
 
 from normkit._util import cache_folder, write_whole
-from normkit_papers.data import OnStage
+from normkit_papers.data import Data, OnStage
 from normkit_papers.data.batches import Ragged
 from normkit_papers.data.corpora import SPLITS, Corpus, Located
 from normkit_papers.data.embedded import Text
@@ -41,16 +41,11 @@ class Bitext(NamedTuple):
         return len(self.source)
 
 
-@dataclasses.dataclass(frozen=True)
-class Parallel:
-    """A parallel corpus as numbers; `lines(split)` reads its text, `facts` has its sizes."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parallel(Data):
+    """A parallel corpus as numbers, a `Bitext` per split; `lines(split)` reads its text, `facts` has its sizes."""
 
-    name: str
     corpus: Corpus
-    train: Bitext
-    valid: Bitext
-    test: Bitext
-    vocabularies: dict[str, Vocab]
     lines: Callable[[str], Iterator[tuple[str, ...]]]
     facts: dict[str, Any]
 
@@ -96,7 +91,7 @@ def prepare(
     vocabularies = {side: vocabulary(plain) for side, plain in note["vocabularies"].items()}
     if corpus.kind == "text":
         streams = {split: arrays[f"{split}.words"] for split in SPLITS}
-        return Text(located.name, **streams, vocabularies=vocabularies, words=note["words"] if size else 0)
+        return Text(name=located.name, **streams, vocabularies=vocabularies, words=note["words"] if size else 0)
     if share:
         vocabularies["target"] = vocabularies["source"]
     flat = {name: array.numpy() for name, array in arrays.items()}
@@ -105,7 +100,7 @@ def prepare(
         for split in SPLITS
     }
     return Parallel(
-        located.name, corpus, **bitexts, vocabularies=vocabularies, lines=located.lines, facts=note["facts"]
+        name=located.name, corpus=corpus, **bitexts, vocabularies=vocabularies, lines=located.lines, facts=note["facts"]
     )
 
 

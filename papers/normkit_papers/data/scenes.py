@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from normkit._util import unknown
-from normkit_papers.data.files import data_roots, find_file, not_here, open_bytes, table, undamaged
+from normkit_papers.data import Data
+from normkit_papers.data.files import find, find_file, open_bytes, table, undamaged
 from normkit_papers.data.images import Broken, reading, to_rgb
 from normkit_papers.data.vocab import Vocab
 
@@ -33,6 +33,7 @@ class SceneSet:
     """A row of the table of detection data; `corpora.toml` explains its keys."""
 
     name: str
+    folders: tuple[str, ...] = ()
     train: dict[str, Any]
     test: dict[str, Any]
     remark: str = ""
@@ -127,15 +128,8 @@ class Scenes:
         return torch.stack(masks) if masks else torch.zeros(0, scene.height, scene.width, dtype=torch.uint8)
 
 
-@dataclasses.dataclass(frozen=True)
-class SceneData:
-    """A data set that has been read; validation and test are one split, which selects nothing."""
-
-    name: str
-    train: Scenes
-    valid: Scenes
-    test: Scenes
-    vocabularies: dict[str, Vocab]
+class SceneData(Data):
+    """A data set of `Scenes`; validation and test are one split, which selects nothing."""
 
 
 def find_scenes(name: str, broken: Literal["skip", "refuse"] = "skip") -> Callable[[], SceneData]:
@@ -149,24 +143,22 @@ def find_scenes(name: str, broken: Literal["skip", "refuse"] = "skip") -> Callab
     Raises:
         ValueError: If the name is unknown or a file is missing. Nothing has been read then.
     """
-    if name in SCENE_SETS:
-        row, folders = SCENE_SETS[name], [root / name for root in data_roots()]
-    elif Path(name).is_dir():
-        folders = [Path(name).absolute()]
-        images = "images.tar" if (folders[0] / "images.tar").is_file() else "images"
+    row, folder = find(name, SCENE_SETS, "detection data set", _lacking)
+    if row is None:
+        images = "images.tar" if (folder / "images.tar").is_file() else "images"
         train, test = ({"annotations": f"{split}.json", "images": images} for split in ("train", "valid"))
-        row = SceneSet(name=folders[0].name, train=train, test=test, origin="its owner")
-    else:
-        raise unknown(SCENE_SETS, name, "data set", ", or name a folder")
+        row = SceneSet(name=folder.name, train=train, test=test, origin="its owner")
+        if missing := _lacking(row, folder):
+            raise ValueError(f"{folder} lacks {', '.join(missing)}")
+    return functools.partial(_read, row, folder, broken)
+
+
+def _lacking(row: SceneSet, folder: Path) -> list[str]:
+    """Return the files of a data set that a folder lacks."""
     parts = (row.train, row.test)
-    missing = {}
-    for folder in folders:
-        lacking = [part["annotations"] for part in parts if find_file(folder / part["annotations"]) is None]
-        lacking += [part["images"] for part in parts if not (folder / part["images"]).exists()]
-        if not lacking:
-            return functools.partial(_read, row, folder, broken)
-        missing[folder] = list(dict.fromkeys(lacking))
-    raise not_here(name, name, row.origin, missing)
+    lacking = [part["annotations"] for part in parts if find_file(folder / part["annotations"]) is None]
+    lacking += [part["images"] for part in parts if not (folder / part["images"]).exists()]
+    return list(dict.fromkeys(lacking))
 
 
 def _read(row: SceneSet, folder: Path, broken: Literal["skip", "refuse"]) -> SceneData:
@@ -185,7 +177,8 @@ def _read(row: SceneSet, folder: Path, broken: Literal["skip", "refuse"]) -> Sce
     if train.categories != test.categories:
         raise ValueError(f"the two splits of {folder} list different categories; needs the same")
     name = f"{row.name} ({', '.join(remarks)})" if remarks else row.name
-    return SceneData(name, train, test, test, {"classes": Vocab(train.categories.values())})
+    vocabularies = {"classes": Vocab(train.categories.values())}
+    return SceneData(name=name, train=train, valid=test, test=test, vocabularies=vocabularies)
 
 
 def read_scenes(
