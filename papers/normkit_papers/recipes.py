@@ -3,6 +3,8 @@
 A recipe is a function that returns a `Run`. Its docstring gives the command, the cost and the score to expect.
 """
 
+import dataclasses
+
 from normkit_papers.models.config import Model
 from normkit_papers.study import Base, Bases
 from normkit_papers.train.config import DigitsRun, G2PRun, ImageRun, Images, LanguageRun, Run, TranslationRun
@@ -53,6 +55,22 @@ def lm_wikitext2() -> Run:
         steps=6000, batch_tokens=1024, threads=1,
         lr=1e-3, label_smoothing=0.0, weight_decay=0.05,
         warmup=600, valid_every=500, checkpoint_every=500,
+    )  # fmt: skip
+
+
+def lm_rotary() -> Run:
+    """Language model of today's kind on the Python reference: pre-norm, rotary positions, tied, 1 M parameters.
+
+    papers train lm_rotary --optimizer muon
+
+    Cost: a minute on one CPU core.
+    """
+    return LanguageRun(
+        name="lm_rotary", data="pydoc", context=128,
+        model=Model(attention="rotary", width=128, hidden=512, depth=4, heads=4, dropout=0.1, max_length=128),
+        steps=500, batch_tokens=512, threads=1,
+        lr=3e-3, betas=(0.9, 0.95), momentum=0.95, label_smoothing=0.0, weight_decay=0.1,
+        warmup=50, checkpoint_every=250, record_every=0,
     )  # fmt: skip
 
 
@@ -108,6 +126,21 @@ def mt_multi30k() -> Run:
     )  # fmt: skip
 
 
+def mt_speedrun() -> Run:
+    """German to English on Multi30k at full GPU speed: large batches in bf16.
+
+    NORMKIT_DATA=FOLDER papers train mt_speedrun
+
+    Cost: a minute or two on one GPU.
+    """
+    return dataclasses.replace(
+        mt_multi30k(), name="mt_speedrun",
+        steps=1500, batch_tokens=16_000, threads=None,
+        warmup=300, valid_every=250, checkpoint_every=0,
+        precision="bf16-mixed", record_every=0,
+    )  # fmt: skip
+
+
 CMUDICT: Bases = {"pocket": Base("cmudict", g2p_cmudict, {"steps": 3600, "warmup": 360})}
 MULTI30K: Bases = {
     "pocket": Base("multi30k.de-en", mt_multi30k),
@@ -117,3 +150,7 @@ MULTI30K_HOUR: Bases = {
     "pocket": Base("multi30k.de-en.hour", mt_multi30k, {"steps": 10_000, "warmup": 1000, "valid_every": 2000}),
 }
 WIKITEXT2: Bases = {"pocket": Base("wikitext-2", lm_wikitext2)}
+ROTARY: Bases = {"pocket": Base("pydoc.rotary", lm_rotary)}
+ROTARY_WIKITEXT2: Bases = {
+    "pocket": Base("wikitext-2.rotary", lm_rotary, {"data": "wikitext-2", "subwords": 2000, "model.dropout": 0.0}),
+}

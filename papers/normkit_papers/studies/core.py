@@ -3,7 +3,7 @@
 import dataclasses
 
 from normkit_papers.powernorm.recipes import IWSLT14_LONG, PTB, RESNET20, RESNET20_HOUR
-from normkit_papers.recipes import CMUDICT, MULTI30K, MULTI30K_HOUR, WIKITEXT2
+from normkit_papers.recipes import CMUDICT, MULTI30K, MULTI30K_HOUR, ROTARY, WIKITEXT2
 from normkit_papers.study import Column, Row, Settings, Study, Times, columns, norm_rows
 from normkit_papers.tears.recipes import TED, TED_LONG
 from normkit_papers.tears.tables import DECAY
@@ -95,6 +95,21 @@ WIKITEXT2_CORE = Study(
     note=WARM_UP,
     rows=norm_rows("layer", "un"),
     columns=columns(WIKITEXT2, {"test perplexity": "perplexity", **VALID}),
+)
+
+LANGUAGE_MODELS = Study(
+    id="core.language-models",
+    title="norms in language models of today's kind, with AdamW and Muon at three learning rates, Python reference",
+    note=f"Muon trains the matrices of the blocks, AdamW the rest, at one learning rate. {WARM_UP}",
+    rows=norm_rows("layer", "rms", "un", "power(groups=0)", "dyt", "derf"),
+    columns=tuple(
+        Column(
+            title=f"{title}, {lr}", metric="perplexity", base=ROTARY, settings={"optimizer": optimizer, "lr": float(lr)}
+        )
+        for optimizer, title in (("adamw", "AdamW"), ("muon", "Muon"))
+        for lr in ("1e-3", "3e-3", "1e-2")
+    ),
+    seeds=3,
 )
 
 NO_WARMUP: dict[str, Settings] = {"gpu": DECAY, "paper": {**DECAY, "lr": 3e-4}}  # pocket keeps its cosine
