@@ -30,6 +30,7 @@ from normkit_papers.data.batches import batches_of
 from normkit_papers.data.files import find, table, undamaged
 from normkit_papers.data.vocab import Vocab
 
+LABELS = ("label", "fine_label", "cls", "json")  # names of columns with classes
 Splits = dict[str, "ImageSplit"]
 
 
@@ -42,7 +43,7 @@ class ImageSet:
     """A row of the table of images; `corpora.toml` explains its keys."""
 
     name: str
-    folders: Sequence[str]
+    folders: Sequence[str] = ()
     classes: int
     train: int
     test: int
@@ -118,8 +119,7 @@ def read_images(
     """
     row, folder = find_images(name)
     on_stage(f"reading {folder.name}")
-    is_cifar = row is not None and row.name.startswith("cifar")
-    splits, classes = _read_cifar(folder, row.classes) if is_cifar and row else _read_folder(folder)
+    splits, classes = _read_packed(folder) if (folder / "test_batch.grad.xz").is_file() else _read_folder(folder)
     for split, part in splits.items():
         if not len(part.labels) or part.labels.min() < 0 or part.labels.max() >= len(classes):
             raise ValueError(f"the {split} split of {folder} needs images with classes from 0 to {len(classes) - 1}")
@@ -203,43 +203,16 @@ def image_batches(split: ImageSplit, size: int, *, seed: int = 0, epoch: int = 0
     return batches_of(np.ones(count, int), size, bucketing=False, seed=seed, epoch=epoch)[: count // size]
 
 
-# -- CIFAR ------------------------------------------------------------------------------------------------------------
-
-
-def _read_cifar(folder: Path, classes: int) -> tuple[Splits, list[str]]:
-    """Read the binary version, or images packed as differences (FILE.grad.xz and labels as .npy).
-
-    A record of the binary version has a byte for the class (CIFAR-100: two, the second is the fine class) and 3072 for
-    the planes of red, green and blue. The "python version" consists of pickles, which are not opened.
-    """
-    small = classes == 10
-    files = {"train": ["train"], "test": ["test"]}
-    if small:
-        files = {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]}
-    packed = (folder / f"{files['train'][0]}.grad.xz").is_file()
-    names = "label_names.txt" if packed else "batches.meta.txt" if small else "fine_label_names.txt"
-    needed = [f"{file}{'.grad.xz' if packed else '.bin'}" for parts in files.values() for file in parts]
-    needed += ["train_labels.npy", "test_labels.npy", names] if packed else [names]
-    if missing := [file for file in needed if not (folder / file).is_file()]:
-        raise ValueError(f"{folder} lacks {', '.join(missing)}; needs the binary version of CIFAR, not the Python one")
-    head = 1 if small else 2
+def _read_packed(folder: Path) -> tuple[Splits, list[str]]:
+    """Read CIFAR-10 packed as differences: FILE.grad.xz, and labels as .npy."""
     splits = {}
-    for split, parts in files.items():
-        if packed:
-            with undamaged(path := folder / f"{split}_labels.npy"):
-                labels = np.load(path)
-            pixels = np.concatenate([_unpacked(folder / f"{part}.grad.xz") for part in parts])
-        else:
-            records = np.concatenate([_records(folder / f"{part}.bin", head + 3072) for part in parts])
-            labels = records[:, head - 1]
-            pixels = np.ascontiguousarray(records[:, head:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
-        splits[split] = ImageSplit(pixels, labels, str(folder))
-    return splits, (folder / names).read_text(encoding="utf8").split()
-
-
-def _records(path: Path, size: int) -> np.ndarray:
-    with undamaged(path):
-        return np.fromfile(path, np.uint8).reshape(-1, size)
+    for split, parts in {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]}.items():
+        with undamaged(path := folder / f"{split}_labels.npy"):
+            labels = np.load(path)
+        splits[split] = ImageSplit(
+            np.concatenate([_unpacked(folder / f"{part}.grad.xz") for part in parts]), labels, str(folder)
+        )
+    return splits, (folder / "label_names.txt").read_text(encoding="utf8").split()
 
 
 def _unpacked(path: Path) -> np.ndarray:
@@ -249,9 +222,6 @@ def _unpacked(path: Path) -> np.ndarray:
     planes = planes.cumsum(2, dtype=np.uint8).cumsum(3, dtype=np.uint8)
     planes[1:] += planes[0]
     return np.ascontiguousarray(planes[[1, 0, 2]].transpose(1, 2, 3, 0))
-
-
-# -- folders ----------------------------------------------------------------------------------------------------------
 
 
 def _read_folder(folder: Path) -> tuple[Splits, list[str]]:
@@ -295,9 +265,9 @@ def _table_split(rows: Any, folder: Path) -> ImageSplit:
 
     where = f"split {rows.split} of {folder}"
     images = [name for name, kind in rows.features.items() if isinstance(kind, datasets.Image) or name == "image"]
-    labels = [name for name in ("label", "cls", "json") if name in rows.features]
+    labels = [name for name in LABELS if name in rows.features]
     if not images or not labels:
-        raise ValueError(f"{where} has columns {', '.join(rows.features)}; needs an image, and a label, cls or json")
+        raise ValueError(f"{where} has columns {', '.join(rows.features)}; needs an image, and {' or '.join(LABELS)}")
     found = [row.get("label") if isinstance(row, dict) else row for row in rows[labels[0]][:]]
     if not all(isinstance(label, int) for label in found):
         raise ValueError(f"{where} has an image without a class; needs a whole number each")
