@@ -102,16 +102,13 @@ def find_images(name: str) -> tuple[ImageSet | None, Path]:
     return find(name, IMAGE_SETS, "image data set", lambda row, folder: [] if folder.is_dir() else ["this folder"])
 
 
-def read_images(
-    name: str, *, held_out: int = 0, refuse: bool = False, on_stage: OnStage = lambda stage: None
-) -> ImageData:
+def read_images(name: str, *, held_out: int = 0, on_stage: OnStage = lambda stage: None) -> ImageData:
     """List the images of a data set and their classes; files are decoded when they are used.
 
     Args:
         name: A row of IMAGE_SETS, or a folder.
         held_out: Training images, always the same, that make the validation split; 0 uses the data set's own, or else
             the test split.
-        refuse: Raise an error for other counts than the table has, which `notes` lists otherwise.
         on_stage: Called with a description of each stage.
 
     Raises:
@@ -133,8 +130,6 @@ def read_images(
             for what, count in zip(found, (row.classes, row.train, row.test), strict=True)
             if found[what] != count
         ]
-    if notes and refuse:
-        raise ValueError(f"{notes[0]}, or use --broken skip")
     if held_out:
         if held_out >= (count := len(train.labels)):
             raise ValueError(f"images.held_out must be below the {count:,} training images; got {held_out}")

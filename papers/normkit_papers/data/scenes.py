@@ -8,7 +8,7 @@ import json
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -132,13 +132,12 @@ class SceneData(Data):
     """A data set of `Scenes`; validation and test are one split, which selects nothing."""
 
 
-def find_scenes(name: str, broken: Literal["skip", "refuse"] = "skip") -> Callable[[], SceneData]:
+def find_scenes(name: str) -> Callable[[], SceneData]:
     """Return a function that reads a data set.
 
     Args:
         name: A row of SCENE_SETS; or a folder of your own, with `train.json` and `valid.json` in COCO's format (plain,
             .xz or .gz) and the images in `images` or `images.tar`.
-        broken: "skip" leaves out and counts unusable entries; "refuse" makes the first one an error.
 
     Raises:
         ValueError: If the name is unknown or a file is missing. Nothing has been read then.
@@ -150,7 +149,7 @@ def find_scenes(name: str, broken: Literal["skip", "refuse"] = "skip") -> Callab
         row = SceneSet(name=folder.name, train=train, test=test, origin="its owner")
         if missing := _lacking(row, folder):
             raise ValueError(f"{folder} lacks {', '.join(missing)}")
-    return functools.partial(_read, row, folder, broken)
+    return functools.partial(_read, row, folder)
 
 
 def _lacking(row: SceneSet, folder: Path) -> list[str]:
@@ -161,16 +160,14 @@ def _lacking(row: SceneSet, folder: Path) -> list[str]:
     return list(dict.fromkeys(lacking))
 
 
-def _read(row: SceneSet, folder: Path, broken: Literal["skip", "refuse"]) -> SceneData:
+def _read(row: SceneSet, folder: Path) -> SceneData:
     splits, remarks = [], [row.remark] if row.remark else []
     for part, what in ((row.train, "training"), (row.test, "test")):
         path = find_file(folder / part["annotations"])
         assert path is not None, "checked by find_scenes"
-        scenes = read_scenes(path, ImageFiles(folder / part["images"]), broken, empty=what == "test")
+        scenes = read_scenes(path, ImageFiles(folder / part["images"]), empty=what == "test")
         found = scenes.counts["images"] + scenes.counts.get("images without boxes", 0)
         if found != part.get("count", found):
-            if broken == "refuse":
-                raise ValueError(f"{path} has {found:,} images, {row.name} has {part['count']:,}; get it again")
             remarks.append(f"{found:,} of {part['count']:,} {what} images")
         splits.append(scenes)
     train, test = dataclasses.replace(splits[0], truth={}), splits[1]
@@ -181,17 +178,15 @@ def _read(row: SceneSet, folder: Path, broken: Literal["skip", "refuse"]) -> Sce
     return SceneData(name=name, train=train, valid=test, test=test, vocabularies=vocabularies)
 
 
-def read_scenes(
-    path: Path, files: ImageFiles, broken: Literal["skip", "refuse"] = "skip", empty: bool = True
-) -> Scenes:
+def read_scenes(path: Path, files: ImageFiles, empty: bool = True) -> Scenes:
     """Read COCO's JSON, and check everything except pixel data.
 
-    Crowds (`iscrowd`) are in `truth` only: COCO's scores ignore boxes there.
+    Missing images and unusable boxes are left out and counted. Crowds (`iscrowd`) are in `truth` only: COCO's scores
+    ignore boxes there.
 
     Args:
         path: The JSON file, plain, `.xz` or `.gz`.
         files: The images.
-        broken: "skip" leaves out and counts missing images and unusable boxes; "refuse" makes the first one an error.
         empty: Keep images without objects, from which a detector learns little.
 
     Raises:
@@ -200,16 +195,10 @@ def read_scenes(
     images, by_image, categories, given = _parse(path)
     labels = {category: label for label, category in enumerate(categories, 1)}
     left_out: collections.Counter[str] = collections.Counter()
-
-    def leave_out(what: str, where: object) -> None:
-        if broken == "refuse":
-            raise ValueError(f"{path}: {what}: {where}; broken=skip leaves these out and counts them")
-        left_out[what] += 1
-
     scenes, truth, kept = [], [], []
     for image in images.values():
         if image["file_name"] not in files:
-            leave_out("missing images", f"{files.path} has no {image['file_name']}")
+            left_out["missing images"] += 1
             continue
         height, width = image["height"], image["width"]
         usable = []
@@ -217,9 +206,9 @@ def read_scenes(
             corners, drawn = _corners(annotation["bbox"], height, width), annotation.get("segmentation")
             outline = _run_lengths(drawn, height, width) if drawn else None
             if corners is None:
-                leave_out("boxes without area in their image", annotation)
+                left_out["boxes without area in their image"] += 1
             elif drawn and outline is None:
-                leave_out("outlines that cannot be drawn", annotation)
+                left_out["outlines that cannot be drawn"] += 1
             else:
                 usable.append((annotation, corners, outline))
         boxes = [each for each in usable if not each[0].get("iscrowd")]
