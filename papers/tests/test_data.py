@@ -16,7 +16,7 @@ from normkit_papers.data import prepare as preparing
 from normkit_papers.data.batches import batches_of, endless
 from normkit_papers.data.corpora import CORPORA, SPLITS, Part, locate, split_of
 from normkit_papers.data.embedded import SOURCES, reader
-from normkit_papers.data.files import read_columns, read_lines, read_pairs
+from normkit_papers.data.files import read_lines, read_pairs
 from normkit_papers.data.prepare import check, prepare
 from normkit_papers.data.vocab import BOS, EOS, PAD, SPECIAL, UNK, Subwords, Vocab, vocabulary
 from normkit_papers.train.pairs import PairTable
@@ -116,14 +116,16 @@ def test_misaligned_and_blank_lines_are_named(tmp_path):
     a.write_text("x\ny\nz\n")
     b.write_text("x\ny\n")
     c.write_text("x\n \nz\n")
-    for pair, named in (((a, b), r"b .*line 2"), ((b, a), r"b .*line 2"), ((a, c), "line 2 of .*c ")):
+    d, e = tmp_path / "d", tmp_path / "e"
+    d.write_text("go .\tgeh  weg\tx\nhi\thallo\n")
+    assert list(read_pairs([d], (1, 0))) == [("geh weg", "go ."), ("hallo", "hi")]
+    e.write_text("go\tgeh\nhi hallo\n")
+    for paths, columns, named in (
+        ((a, b), (), r"b .*line 2"), ((b, a), (), r"b .*line 2"), ((a, c), (), "line 2 of .*c "),
+        ((e,), (1, 0), r"line 2 of .*e "),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=named):
-            list(read_pairs(*pair))
-    a.write_text("go .\tgeh  weg\tx\nhi\thallo\n")
-    assert list(read_columns(a, 1, 0)) == [("geh weg", "go ."), ("hallo", "hi")]
-    a.write_text("go\tgeh\nhi hallo\n")
-    with pytest.raises(ValueError, match=r"line 2 of .*a "):
-        list(read_columns(a, 1, 0))
+            list(read_pairs(paths, columns))
 
 
 # -- vocabularies -----------------------------------------------------------------------------------------------------
@@ -168,9 +170,9 @@ def test_vocabularies_round_trip_and_others_raise():
 # -- corpora ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_a_folder_of_text_becomes_arrays(tmp_path, cache, share):
-    data = prepare(locate(str(write_corpus(tmp_path / "mine"))), subwords=60, share=share)
+@pytest.mark.parametrize(("share", "columns"), [(False, False), (True, False), (False, True)])
+def test_a_folder_of_text_becomes_arrays(tmp_path, cache, share, columns):
+    data = prepare(locate(str(write_corpus(tmp_path / "mine", columns=columns))), subwords=60, share=share)
     assert (len(data.train), len(data.valid), len(data.test)) == (300, 20, 30)
     source, target = data.vocabularies["source"], data.vocabularies["target"]
     assert (source is target) == share
@@ -183,18 +185,6 @@ def test_a_folder_of_text_becomes_arrays(tmp_path, cache, share):
     if (maps := pathlib.Path("/proc/self/maps")).is_file():
         assert str(cache / "mine-") in maps.read_text(), "arrays are mapped, not read"
     assert data.train.source.padded([3, 4])[0, : len(data.train.source[3])].tolist() == data.train.source[3]
-
-
-def test_columns_of_a_table_are_two_sides(tmp_path):
-    plain, tables = write_corpus(tmp_path / "plain"), tmp_path / "tables"
-    tables.mkdir()
-    for split in SPLITS:
-        sides = [(plain / f"{split}.{side}").read_text(encoding="utf8").splitlines() for side in ("source", "target")]
-        (tables / f"{split}.tsv").write_text("".join(f"{one}\t{two}\n" for one, two in zip(*sides, strict=True)))
-    two, one = (prepare(locate(str(folder)), subwords=60) for folder in (plain, tables))
-    for split in SPLITS:
-        assert list(one.lines(split)) == list(two.lines(split))
-        assert np.array_equal(getattr(one, split).target.flat, getattr(two, split).target.flat)
 
 
 def test_running_text_has_every_word_and_line_end(tmp_path):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from normkit_papers.data.files import find, find_file, read_columns, read_lines, read_pairs, table
+from normkit_papers.data.files import find, find_file, read_lines, read_pairs, table
 
 SPLITS = ("train", "valid", "test")
 QUOTES = str.maketrans("\u2018\u2019\u201c\u201d", "''\"\"")
@@ -84,17 +84,14 @@ class Located(NamedTuple):
 
     def lines(self, split: str) -> Iterator[tuple[str, ...]]:
         """Yield the lines of a split: source and target, or one."""
-        corpus = self.corpus
+        corpus, shared = self.corpus, self.corpus.columns and self.files["train"] == self.files["test"]
         for paths in self.files[split]:
             if corpus.kind == "text":
                 yield from ((line,) for line in read_lines(paths[0]))
-            elif not corpus.columns:
-                pairs = read_pairs(*paths)
-                yield from ((words(one), words(two)) for one, two in pairs) if self.split_words else pairs
-            else:
-                shared = self.files["train"] == self.files["test"]
-                pairs = read_columns(paths[0], *corpus.columns)
-                yield from (pair for pair in pairs if not shared or split_of(pair[1]) == split)
+                continue
+            for pair in read_pairs(paths, corpus.columns):
+                if not shared or split_of(pair[1]) == split:
+                    yield tuple(map(words, pair)) if self.split_words else pair
 
 
 def words(text: str) -> str:

@@ -12,7 +12,7 @@ import os
 import tarfile
 import tomllib
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -101,29 +101,27 @@ def read_lines(path: Path) -> Iterator[str]:
             yield text.removesuffix("\n").removesuffix("\r")
 
 
-def read_pairs(source: Path, target: Path) -> Iterator[tuple[str, str]]:
-    """Yield the lines of two files in pairs, with single spaces between words.
+def read_pairs(paths: Sequence[Path], columns: Sequence[int] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield pairs of text, with single spaces between words.
+
+    Args:
+        paths: A file of sources and one of targets, or a table.
+        columns: Columns of source and target in the table, which tabs separate; counted from 0.
 
     Raises:
-        ValueError: If one file has more lines than the other, or a line is blank.
+        ValueError: If one file has more lines than the other, or a line lacks a column or is blank.
     """
-    for number, (one, two) in enumerate(zip_longest(read_lines(source), read_lines(target)), 1):
-        if one is None or two is None:
-            short, long = (source, target) if one is None else (target, source)
-            raise ValueError(f"{short} ends at line {number - 1:,}, before {long}; both need as many lines")
-        yield _filled(one, source, number), _filled(two, target, number)
-
-
-def read_columns(path: Path, source: int, target: int) -> Iterator[tuple[str, str]]:
-    """Yield two tab-separated columns of a file, counted from 0; otherwise as `read_pairs`."""
-    for number, line in enumerate(read_lines(path), 1):
-        columns = line.split("\t")
-        if len(columns) <= max(source, target):
-            raise ValueError(f"line {number} of {path} has {len(columns)} columns; needs {max(source, target) + 1}")
-        yield _filled(columns[source], path, number), _filled(columns[target], path, number)
-
-
-def _filled(line: str, path: Path, number: int) -> str:
-    if words := " ".join(line.split()):
-        return words
-    raise ValueError(f"line {number} of {path} is blank; drop it from both sides")
+    for number, lines in enumerate(zip_longest(*map(read_lines, paths)), 1):
+        if None in lines:
+            raise ValueError(
+                f"{paths[lines.index(None)]} ends at line {number - 1:,}, before {paths[lines.index(None) - 1]}; both "
+                "need as many lines"
+            )
+        cells = lines[0].split("\t") if columns else lines
+        if len(cells) <= max(columns, default=0):
+            raise ValueError(f"line {number} of {paths[0]} has {len(cells)} columns; needs {max(columns) + 1}")
+        pair = tuple(" ".join(cells[column].split()) for column in columns or (0, 1))
+        if "" in pair:
+            path = paths[0 if columns else pair.index("")]
+            raise ValueError(f"line {number} of {path} is blank; drop it from both sides")
+        yield pair
