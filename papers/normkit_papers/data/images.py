@@ -224,7 +224,7 @@ def _read_folder(folder: Path) -> tuple[Splits, list[str]]:
     import datasets
 
     datasets.disable_progress_bars()
-    for path in folder.rglob("*.tar"):
+    for path in [*folder.glob("*.tar"), *folder.glob("*/*.tar")]:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 512))
             if any(file.read()):  # an archive ends with zeros; tarfile ignores that they are missing
