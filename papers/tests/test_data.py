@@ -81,8 +81,7 @@ def test_pairs_of_your_own_are_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("files", "named"),
     [({"test_target": None}, r"test\.target"), ({"train_target": "x\n"}, r"train\.target"),
-     ({"valid_source": "", "valid_target": ""}, r"valid\.source"), ({"valid_source": "\n"}, r"valid\.source"),
-     ({"test_source": b"\xff\n"}, r"test\.source"), ({"test_target": "x\ny <pad>\ny y\n"}, "<pad>")],
+     ({"valid_source": "", "valid_target": ""}, r"valid\.source"), ({"test_target": "x\ny <pad>\ny y\n"}, "<pad>")],
 )  # fmt: skip
 def test_bad_pairs_raise(tmp_path, files, named):
     with pytest.raises(ValueError, match=named):
@@ -236,18 +235,17 @@ def test_many_unknown_symbols_raise(tmp_path):
 
 
 def test_a_missing_corpus_is_named_with_its_files_and_source(tmp_path, monkeypatch):
-    for corpus in CORPORA.values():
-        with pytest.raises(ValueError, match=r"NORMKIT_DATA .* Get it from .+"):
-            locate(corpus.name)
+    with pytest.raises(ValueError, match=r"NORMKIT_DATA .*fit\.vutbr\.cz"):
+        locate("ptb")
     monkeypatch.setenv("NORMKIT_DATA", str(tmp_path))
     (tmp_path / "ptb").mkdir()
     (tmp_path / "ptb" / "ptb.train.txt.xz").write_bytes(lzma.compress(b"a\n"))
-    with pytest.raises(ValueError, match=r"ptb lacks ptb\.valid\.txt, ptb\.test\.txt.*fit\.vutbr\.cz"):
-        locate("ptb")
-    with pytest.raises(ValueError, match="'ptb'"):
-        locate("ptp")
-    with pytest.raises(ValueError, match=r"train\.source.*train\.tsv.*train\.txt"):
-        locate(str(tmp_path))
+    for name, named in (
+        ("ptb", r"ptb lacks ptb\.valid\.txt, ptb\.test\.txt.*fit\.vutbr\.cz"), ("ptp", "'ptb'"),
+        (str(tmp_path), r"train\.source.*train\.tsv.*train\.txt"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=named):
+            locate(name)
 
 
 def unchecked(monkeypatch, name, **splits):

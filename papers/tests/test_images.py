@@ -163,14 +163,9 @@ def test_held_out_images_are_fixed_and_not_trained_on(tmp_path):
         read_images(folder, held_out=24)
 
 
-def test_batches_of_images_depend_on_seed_and_epoch():
+def test_batches_of_images_are_whole():
     split = ImageSplit(np.zeros((12, 1, 1, 3), np.uint8), np.zeros(12))
-    first, again, epoch, seed = (
-        [batch.tolist() for batch in image_batches(split, 5, seed=seed, epoch=epoch)]
-        for seed, epoch in ((3, 1), (3, 1), (3, 2), (4, 1))
-    )
-    assert first == again
-    assert first not in (epoch, seed)
+    first = [batch.tolist() for batch in image_batches(split, 5, seed=3, epoch=1)]
     assert [len({*batch}) for batch in first] == [5, 5], "an incomplete batch is left out"
     assert not {*first[0]} & {*first[1]}
     with pytest.raises(ValueError, match="13 images"):
