@@ -4,7 +4,6 @@ import dataclasses
 import gzip
 import importlib.metadata
 import lzma
-import os
 import pathlib
 import random
 
@@ -21,7 +20,7 @@ from normkit_papers.data.prepare import check, prepare
 from normkit_papers.data.vocab import BOS, EOS, PAD, SPECIAL, UNK, Subwords, Vocab, vocabulary
 from normkit_papers.train.pairs import PairTable
 
-SHARED = pathlib.Path(os.environ.get("NORMKIT_DATA") or pathlib.Path(__file__).parents[3] / "shared" / "data")
+SHARED = pathlib.Path(__file__).parents[3] / "shared" / "data"
 _RANDOM = random.Random(0)
 SIZES = [_RANDOM.randint(1, 20) for _ in range(400)]
 
@@ -309,7 +308,6 @@ HERE = {
 
 
 @pytest.mark.shared
-@pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the data sets in {SHARED}")
 @pytest.mark.parametrize("name", HERE)
 def test_every_corpus_of_the_data_folder_is_read_by_name(name, monkeypatch):
     monkeypatch.setenv("NORMKIT_DATA", str(SHARED))

@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import os
 import pathlib
 
 import image_files as made
@@ -23,7 +22,7 @@ from normkit_papers.data.scenes import ImageFiles, find_scenes, read_scenes
 from normkit_papers.train.scores import average_precision
 from PIL import Image
 
-SHARED = pathlib.Path(os.environ.get("NORMKIT_DATA") or pathlib.Path(__file__).parents[3] / "shared" / "data")
+SHARED = pathlib.Path(__file__).parents[3] / "shared" / "data"
 
 
 @pytest.fixture(autouse=True)
@@ -173,7 +172,6 @@ def test_batches_of_images_are_whole():
 
 
 @pytest.mark.shared
-@pytest.mark.skipif(not (SHARED / "cifar10").is_dir(), reason="no data folder")
 def test_the_shared_cifar_10_is_the_canonical_one():
     pixels = _unpacked(SHARED / "cifar10" / "test_batch.grad.xz")
     assert hashlib.md5(pixels.tobytes()).hexdigest() == "6d2714505047e13831cd876923568712"
@@ -330,7 +328,6 @@ def test_a_partial_data_set_has_a_remark(tmp_path):
 
 
 @pytest.mark.shared
-@pytest.mark.skipif(not (SHARED / "coco128_320").is_dir(), reason="no data folder")
 @pytest.mark.parametrize(("name", "boxes"), [("coco128_320", 929), ("pennfudan_320", 286)])
 def test_the_small_sets_have_no_unusable_annotations(name, boxes, monkeypatch):
     monkeypatch.setenv("NORMKIT_DATA", str(SHARED))
