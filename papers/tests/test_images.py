@@ -121,7 +121,7 @@ def test_damaged_shards_raise(kind, tmp_path):
 
 
 def test_missing_images_are_named_with_their_source(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"lacks .*image-net\.org"):
+    with pytest.raises(ValueError, match=r"ILSVRC2012.*image-net\.org"):
         find_images("imagenet")
     with pytest.raises(ValueError, match="'cifar10'"):
         find_images("cifar_10")
@@ -315,7 +315,7 @@ def test_missing_and_damaged_files_of_scenes_are_named(tmp_path, given, monkeypa
         ImageFiles(tmp_path / "images.tar")
     with pytest.raises(ValueError, match=r"lacks valid\.json"):
         find_scenes(str(tmp_path / "a"))
-    with pytest.raises(ValueError, match=r"lacks annotations/instances_train2017\.json.*cocodataset\.org"):
+    with pytest.raises(ValueError, match=r"coco.*cocodataset\.org"):
         find_scenes("coco")
 
 

@@ -48,16 +48,18 @@ def find(name: str, rows: Mapping[str, Any], what: str, lacking: Callable[[Any, 
         if not Path(name).is_dir():
             raise unknown(rows, name, what, ", or name a folder")
         return None, Path(name).absolute()  # "." has no name
-    row, missing = rows[name], dict[Path, list[str]]()
-    roots = [Path(root) for root in os.environ.get(VARIABLE, "").split(os.pathsep) if root]
-    for folder in [root / each for root in roots for each in (name, *row.folders)]:
-        if not (found := lacking(row, folder)):
+    row, roots = rows[name], [Path(root) for root in os.environ.get(VARIABLE, "").split(os.pathsep) if root]
+    folders = [root / each for root in roots for each in (name, *row.folders)]
+    missing = {folder: lacking(row, folder) for folder in folders if folder.is_dir()}
+    for folder, files in missing.items():
+        if not files:
             return row, folder
-        missing[folder] = found
     where = f"{VARIABLE} is not set; set it to a folder that holds {(*row.folders, name)[0]}/"
     if missing:
-        nearest = min(missing, key=lambda each: (len(missing[each]), not each.is_dir()))
+        nearest = min(missing, key=lambda folder: len(missing[folder]))
         where = f"{nearest} lacks {', '.join(missing[nearest])}"
+    elif folders:
+        where = f"there is no folder {' or '.join(map(str, folders))}"
     raise ValueError(f"the data set {name} is not here: {where}. Get it from {row.origin}")
 
 

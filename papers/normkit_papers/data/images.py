@@ -99,7 +99,7 @@ def find_images(name: str) -> tuple[ImageSet | None, Path]:
     Raises:
         ValueError: If the name is unknown or the folder is missing; the message names the source.
     """
-    return find(name, IMAGE_SETS, "image data set", lambda row, folder: [] if folder.is_dir() else ["this folder"])
+    return find(name, IMAGE_SETS, "image data set", lambda row, folder: [])
 
 
 def read_images(name: str, *, held_out: int = 0, on_stage: OnStage = lambda stage: None) -> ImageData:
