@@ -26,11 +26,14 @@ Keys and values of attention, `[batch, heads, length, width / heads]`; inputs of
 
 
 class Attention(nn.Module):
-    """Multi-head attention from `x [batch, time, width]` to `memory [batch, source, width]`."""
+    """Multi-head attention from `x [batch, time, width]` to `memory [batch, source, width]`.
 
-    def __init__(self, width: int, heads: int, dropout: float):
+    If it is `rotary`, queries and keys are rotated by their position (Su et al. 2021, Eq. 34).
+    """
+
+    def __init__(self, width: int, heads: int, dropout: float, rotary: bool = False):
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.heads, self.dropout, self.rotary = heads, dropout, rotary
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
 
     def project(self, memory: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,43 +53,30 @@ class Attention(nn.Module):
             causal: Read earlier tokens only.
 
         Returns:
-            The output, and what the call for the next tokens takes as `past`: keys and values.
+            The output, and what the call for the next tokens takes as `past`: keys, rotated or not, and values.
         """
-        pair = self.project(x)
+        (key, value), query = self.project(x), self._split(self.query(x))
+        if self.rotary:
+            start = past[0].shape[2] if past else 0
+            query, key = _rotate(query, start), _rotate(key, start)
         if past:
-            key, value = (torch.cat(both, 2) for both in zip(past, pair, strict=True))
-            pair = key, value
-        return self(x, pair, mask, causal), pair
+            key, value = torch.cat([past[0], key], 2), torch.cat([past[1], value], 2)
+        return self.attend(query, (key, value), mask, causal), (key, value)
 
-    def forward(
-        self, x: Tensor, pair: tuple[Tensor, Tensor], mask: Tensor | None = None, causal: bool = False
+    def forward(self, x: Tensor, pair: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
+        """Attend from `x` to the keys and values of a memory."""
+        return self.attend(self._split(self.query(x)), pair, mask)
+
+    def attend(
+        self, query: Tensor, pair: tuple[Tensor, Tensor], mask: Tensor | None = None, causal: bool = False
     ) -> Tensor:
-        """Attend where `mask` is True, broadcast to `[batch, heads, time, source]`."""
-        return self.attend(self._split(self.query(x)), pair, mask, causal)
-
-    def attend(self, query: Tensor, pair: tuple[Tensor, Tensor], mask: Tensor | None, causal: bool) -> Tensor:
-        """Attend from queries that are split into heads."""
+        """Attend where `mask` is True, broadcast to `[batch, heads, time, source]`; `query` is split into heads."""
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, *pair, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-
-class RotaryAttention(Attention):
-    """Attention by dot products of queries and keys that are rotated by their position (Su et al. 2021, Eq. 34)."""
-
-    def mix(
-        self, x: Tensor, past: tuple[Tensor, ...] | None, real: Tensor | None, mask: Tensor | None, causal: bool
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Attend to `x` and the tokens before it; see `Attention.mix`. Keys are kept rotated."""
-        start = past[0].shape[2] if past else 0
-        key, value = self.project(x)
-        query, key = _rotate(self._split(self.query(x)), start), _rotate(key, start)
-        if past:
-            key, value = torch.cat([past[0], key], 2), torch.cat([past[1], value], 2)
-        return self.attend(query, (key, value), mask, causal), (key, value)
 
 
 def _rotate(x: Tensor, start: int) -> Tensor:
@@ -115,10 +105,8 @@ class FeedForward(nn.Module):
 def _mixer(config: Model, kernel: int) -> Attention | MultiLinear | RelativeAttention | Convolution:
     """Build the block of a layer that mixes tokens."""
     width, dropout = config.width, config.attention_dropout
-    if config.attention == "dot":
-        return Attention(width, config.heads, dropout)
-    if config.attention == "rotary":
-        return RotaryAttention(width, config.heads, dropout)
+    if config.attention in ("dot", "rotary"):
+        return Attention(width, config.heads, dropout, config.attention == "rotary")
     if config.attention == "multilinear":
         return MultiLinear(width, config.rank, config.max_length, dropout, config.cores)
     if config.attention == "relative":
