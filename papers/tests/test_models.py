@@ -148,13 +148,13 @@ MULTI = Model(
 )
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        *(dataclasses.replace(SMALL, norm=spec) for spec in ("layer", "un(window=2, warmup=2)", "power(groups=0)")),
-        MULTI,
-    ],
-)
+LANGUAGE = [
+    *(dataclasses.replace(SMALL, norm=spec) for spec in ("layer", "un(window=2, warmup=2)", "power(groups=0)")),
+    dataclasses.replace(SMALL, attention="rotary"), MULTI,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", LANGUAGE)
 def test_language_models_are_causal_and_cache(config):
     model = drawn(DecoderLM(config, 11))
     tokens = torch.randint(4, 11, (3, 8), generator=torch.Generator().manual_seed(1))
