@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import architectures
 import diffusers_models
+from normkit_papers.models.classifiers import TinyViT
 from normkit_papers.models.config import Model
 from normkit_papers.models.lm import DecoderLM
 from normkit_papers.models.mt import Seq2Seq
-from normkit_papers.models.vit import TinyViT
 from rows import commit, keep
 from third_party_models import CASES, Case, missing, padding, pixels, randomize, tokens
 

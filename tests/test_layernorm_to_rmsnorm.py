@@ -5,9 +5,9 @@ Refused where a mean would be noticed.
 
 import pytest
 import torch
+from normkit_papers.models.classifiers import TinyViT
 from normkit_papers.models.config import Model
 from normkit_papers.models.mt import Seq2Seq
-from normkit_papers.models.vit import TinyViT
 from third_party_models import case_of, randomize, tokens
 from torch import Tensor, nn
 

@@ -1,4 +1,4 @@
-"""Similarity of layers, of one model or of two: centred kernel alignment (UN, Figure 6)."""
+"""Similarity of the layers of two models: centred kernel alignment (UN, Figure 6)."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from normkit.models.calibrate import evaluating
 from normkit.models.invoke import call
-from normkit.watch.recording import Row
-from normkit.watch.sites import sites
+from normkit.watch import Row
 
 
 class LayerSimilarity(NamedTuple):
@@ -24,10 +23,9 @@ class LayerSimilarity(NamedTuple):
 
     def rows(self, step: int) -> list[Row]:
         """The values as rows of quantity "cka"; the site names both layers, "a|b"."""
-        table = self.values.tolist()
         return [
             Row(step, f"{a}|{b}", "", "cka", value)
-            for a, line in zip(self.layers, table, strict=True)
+            for a, line in zip(self.layers, self.values.tolist(), strict=True)
             for b, value in zip(self.others, line, strict=True)
         ]
 
@@ -50,56 +48,40 @@ def hsic(k: Tensor, l: Tensor) -> Tensor:  # noqa: E741
 
 
 @torch.no_grad()
-def cka(
-    model: nn.Module,
-    batches: Iterable[Any],
-    other: nn.Module | None = None,
-    layers: str | Iterable[str] | None = None,
-    other_layers: str | Iterable[str] | None = None,
-) -> LayerSimilarity:
-    """Compute linear CKA between the outputs of layers, of one model or of two.
+def cka(model: nn.Module, other: nn.Module, batches: Iterable[Any], layers: Iterable[str]) -> LayerSimilarity:
+    """Compute linear CKA between the outputs of layers of two models.
 
     `CKA = sum_b HSIC(K, L) / sqrt(sum_b HSIC(K, K) sum_b HSIC(L, L))` with the unbiased HSIC of each minibatch, so
     that batches may be small (Nguyen et al. 2021; UN Fig. 6).
 
     Args:
         model: A model.
+        other: A model to compare it with.
         batches: Arguments that the models are called with: a tensor, a tuple or a dictionary; examples come first.
-        other: A second model; the first one is compared with itself without it.
-        layers: Name patterns; by default the norms.
-        other_layers: Name patterns for the second model; by default `layers`.
+        layers: Name patterns.
 
     Raises:
-        ValueError: if a pattern fits no layer, or there are no batches.
+        ValueError: If no layer fits a pattern, or there are no batches.
 
-    >>> model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
-    >>> cka(model, [torch.randn(8, 3, generator=torch.Generator().manual_seed(0))]).values.round(decimals=4).tolist()
+    >>> model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(8, 3)
+    >>> cka(model, model, [x], ["1"]).values.round(decimals=4).tolist()
     [[1.0]]
     """
-    names = _names(model, layers)
-    others = names if other is None else _names(other, layers if other_layers is None else other_layers)
+    patterns = list(layers)
+    names, others = (
+        [name for name, _ in each.named_modules() if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        for each in (model, other)
+    )
+    if not names or not others:
+        raise ValueError(f"no layer is called {', '.join(patterns)}")
     joint = own = other_own = torch.zeros(())
     for batch in batches:
-        k = _kernels(model, names, batch)
-        l = k if other is None else _kernels(other, others, batch)  # noqa: E741
+        k, l = _kernels(model, names, batch), _kernels(other, others, batch)  # noqa: E741
         joint = joint + hsic(k[:, None], l[None])
         own, other_own = own + hsic(k, k), other_own + hsic(l, l)
     if joint.dim() == 0:
         raise ValueError("there are no batches to compare layers on")
     return LayerSimilarity(tuple(names), tuple(others), joint / (own[:, None] * other_own[None]).sqrt())
-
-
-def _names(model: nn.Module, layers: str | Iterable[str] | None) -> list[str]:
-    if layers is None:
-        found = [site.name for site in sites(model)]
-        if not found:
-            raise ValueError("the model has no norms; name its layers")
-        return found
-    patterns = [layers] if isinstance(layers, str) else list(layers)
-    found = [name for name, _ in model.named_modules() if any(fnmatchcase(name, pattern) for pattern in patterns)]
-    if not found:
-        raise ValueError(f"no layer is called {', '.join(patterns)}")
-    return found
 
 
 def _kernels(model: nn.Module, names: list[str], batch: Any) -> Tensor:
@@ -112,10 +94,9 @@ def _kernels(model: nn.Module, names: list[str], batch: Any) -> Tensor:
         y = y - y.mean(0)
         seen[name] = y @ y.T
 
-    parts = dict(model.named_modules())
     with evaluating(model), ExitStack() as hooks:
         for name in names:
-            hooks.enter_context(parts[name].register_forward_hook(partial(keep, name)))
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(keep, name)))
         call(model, batch)
     if missing := [name for name in names if name not in seen]:
         raise ValueError(f"{missing[0]} is not run by the model's forward")

@@ -3,11 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from normkit._util import truncate
-from normkit.norms import StatNorm
 from normkit_papers.data.batches import pad
-from normkit_papers.data.subwords import Subwords, spell
-from normkit_papers.data.vocab import EOS, UNK, Vocab
+from normkit_papers.data.vocab import EOS, UNK, Subwords, Vocab, spell
 from normkit_papers.models.mt import Seq2Seq
 from normkit_papers.train.config import PairRun
 from normkit_papers.train.decode import beam_search
@@ -33,11 +30,10 @@ def translate_lines(
     run, model, vocabularies = load(folder)
     if not (isinstance(run, PairRun) and isinstance(model, Seq2Seq)):
         raise ValueError(f"{folder} is a run of task {run.task}, which rewrites nothing; name a run of task g2p or mt")
-    _check_finite(model, folder)
     source, target, search = vocabularies["source"], vocabularies["target"], beam_search(run)
     for number, line in enumerate(lines, 1):
         try:
-            pieces = _encode(source, line)
+            pieces = _encode(source, line) if line.strip() else []
             if 2 * pieces.count(UNK) > len(pieces):
                 warn(f"line {number} is mostly unknown to the model; is it in its language and script?")
             if len(pieces) >= model.config.max_length:
@@ -50,7 +46,7 @@ def translate_lines(
 
 def _encode(source: Vocab, line: str) -> list[int]:
     if isinstance(source, Subwords):
-        return source.encode_text(line) if line.strip() else []
+        return source.encode_texts([line])[0]
     symbols = line.split()
     if UNK in source.encode(symbols):  # a word in place of symbols
         symbols = list(line.strip().lower())
@@ -60,16 +56,3 @@ def _encode(source: Vocab, line: str) -> list[int]:
             f"{symbols[numbers.index(UNK)]!r} is none of the model's symbols, {' '.join(source.symbols[4:])}"
         )
     return numbers
-
-
-def _check_finite(model: Seq2Seq, folder: Path) -> None:
-    """Raise ValueError for weights that are not finite and for negative statistics."""
-    tensors = dict(model.state_dict())
-    norms = {name: module for name, module in model.named_modules() if isinstance(module, StatNorm)}
-    tensors |= {f"statistics of {name}": norm.split().scale for name, norm in norms.items()}  # NaN for a root of < 0
-    damaged = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
-    if damaged:
-        raise ValueError(
-            f"{folder / 'model.safetensors'} is damaged: a weight is not finite, or a statistic is "
-            f"not finite or negative: {', '.join(truncate(damaged, 3))}; train the run again, or take another one"
-        )

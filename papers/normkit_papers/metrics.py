@@ -9,6 +9,7 @@ from normkit.watch import QUANTITIES, Recording
 from normkit_papers.tasks import ACCURACY, BLEU, LOSS, PER, PERPLEXITY, perplexity
 
 SKIPPED_START = 0.1  # statistics over a run leave out this first part of it
+DECODER = r"decoder\.layers\.\d+\.(?!cross_norm)"  # norms of its layers, but those of decoder-encoder attention
 
 Summary = Callable[[Recording, int], float | None]
 """Computes a number from what a run recorded, and its last step; None if the run did not record it."""
@@ -18,14 +19,12 @@ class StudyMetric(NamedTuple):
     """One number of a run.
 
     Attributes:
-        about: Definition, with unit.
         fields: Fields of the CSV; the first one that a run has counts.
         better: 1 if higher is better, -1 if lower is better, 0 if neither.
         digits: Digits shown after the decimal point.
         summary: Function that fills the field from recorded statistics when a run has ended.
     """
 
-    about: str
     fields: tuple[str, ...]
     better: int = 0
     digits: int = 1
@@ -40,10 +39,6 @@ class StudyMetric(NamedTuple):
         return next((float(row[field]) for field in self.fields if row.get(field) not in (None, "")), None)
 
 
-def _score(name: str, about: str, *kinds: str, better: int, digits: int = 1) -> StudyMetric:
-    return StudyMetric(about, tuple(f"{name} {kind}" for kind in kinds), better, digits)
-
-
 def validation_metrics(result: Mapping[str, Any]) -> dict[str, float]:
     """Compute the metrics that need the losses during training, as they are called in a CSV."""
     valid, curve, found = result["valid"], result["curve"], dict[str, float]()
@@ -53,21 +48,21 @@ def validation_metrics(result: Mapping[str, Any]) -> dict[str, float]:
     if valid:
         found["perplexity valid"] = perplexity(valid[-1]["loss"])
     if late := [point["train_loss"] for point in curve if point["step"] > 0.95 * last]:
-        found["perplexity train"] = perplexity(statistics.fmean(late))
+        found["perplexity train"] = perplexity(statistics.fmean(late))  # with label smoothing
     if reached := [point["step"] for point in valid if point.get("accuracy", 0.0) >= 80]:
         found["minutes to 80%"] = result["seconds"]["train"] / 60 * reached[0] / last
     return found
 
 
-def _recorded(name: str, about: str, quantity: str, summarize: Callable, digits: int, every: bool = False) -> dict:
-    """Metric that summarizes a recorded quantity over the run: of its first norm, or of all sites."""
+def _over_run(quantity: str, summarize: Callable[[list[float]], float], every: bool = False) -> Summary:
+    """Summarize a quantity over the run, without its start: of its first norm, or of all sites."""
 
     def summary(recording: Recording, last: int) -> float | None:
         series = list(recording.of(quantity).values())[: None if every else 1]
         values = [value for each in series for step, value in each.points() if step > SKIPPED_START * last]
         return summarize(values) if values else None
 
-    return {name: StudyMetric(about, (name,), 0, digits, summary)}
+    return summary
 
 
 def _largest_over_median(values: list[float]) -> float:
@@ -75,13 +70,12 @@ def _largest_over_median(values: list[float]) -> float:
 
 
 def _singular_value(recording: Recording, last: int) -> float | None:
-    """Read a singular value of the first embedding, a tenth of the way down from the largest."""
-    prefix = "singular_value["
-    indices = [int(name[len(prefix) : -1]) for name in recording.quantities if name.startswith(prefix)]
+    """Read a singular value of the first embedding, a tenth of the way down from the largest, which is 1."""
+    indices = [int(name[15:-1]) for name in recording.quantities if name.startswith("singular_value[")]
     if not indices:
         return None
-    site = next(iter(recording.of(f"{prefix}0]")), "")
-    nearest = recording.of(f"{prefix}{min(indices, key=lambda index: abs(index - max(indices) / 10))}]")
+    site = next(iter(recording.of("singular_value[0]")), "")
+    nearest = recording.of(f"singular_value[{min(indices, key=lambda index: abs(index - max(indices) / 10))}]")
     return nearest[site].values[0] if site in nearest else None
 
 
@@ -125,80 +119,52 @@ def _output_g(recording: Recording, last: int) -> float | None:
     return found["decoder.final_norm"].values[-1] if "decoder.final_norm" in found else None
 
 
-DECODER = r"decoder\.layers\.\d+\.(?!cross_norm)"  # norms of its layers, but those of decoder-encoder attention
-KINDS = {  # kinds of test scores: the suffix of the metric's name, the fields, and the description
-    "": (("beam", "running"), "by beam search where the task has one"),
-    " running": (("running",), "without beam search, running statistics"),
-    " calibrated": (("calibrated", "running"), "without beam search, statistics recalibrated after training"),
+KINDS = {"": ("beam", "running"), " running": ("running",), " calibrated": ("calibrated", "running")}
+"""Kinds of test scores by the suffix of the metric's name; beam search counts where a task has one."""
+SIZES = {"": "", "50": "50", "75": "75", "s": "_small", "m": "_medium", "l": "_large"}
+"""Suffixes of average precision in COCO's tables, and those in result files."""
+
+SUMMARIES: dict[str, Summary] = {
+    "singular value": _singular_value,
+    "g shallow": _by_depth("learned_g", DECODER, deep=False),
+    "g deep": _by_depth("learned_g", DECODER, deep=True),
+    "g output": _output_g,
+    "filtered shallow": _by_depth("filtered", "", deep=False),
+    "filtered deep": _by_depth("filtered", "", deep=True),
+    "filtered early": _dropped(late=False),
+    "filtered late": _dropped(late=True),
+    "cka": _similarity(1),
+    "cka shallow": _similarity(3),
 }
-AVERAGE_PRECISION = {  # suffix in COCO's tables: suffix in result files, and the description
-    "": ("", ""),
-    "50": ("50", " at 50% overlap"),
-    "75": ("75", " at 75% overlap"),
-    "s": ("_small", " of small objects"),
-    "m": ("_medium", " of medium objects"),
-    "l": ("_large", " of large objects"),
-}
+"""Metrics of recorded statistics at the end of a run, by name."""
+
 STUDY_METRICS: dict[str, StudyMetric] = {
     **{
-        f"{metric.key}{suffix}": _score(metric.key, f"{metric.about}, {about}", *kinds, better=metric.better)
+        f"{metric.key}{suffix}": StudyMetric(tuple(f"{metric.key} {kind}" for kind in kinds), metric.better)
         for metric in (BLEU, PER, PERPLEXITY, ACCURACY, LOSS)
-        for suffix, (kinds, about) in KINDS.items()
+        for suffix, kinds in KINDS.items()
     },
     **{
-        f"{target} AP{suffix}": _score(
-            f"{target}_ap{key}", f"average precision of {target}{about}", "running", better=1
-        )
+        f"{target} AP{suffix}": StudyMetric((f"{target}_ap{key} running",), 1)
         for target in ("box", "mask")
-        for suffix, (key, about) in AVERAGE_PRECISION.items()
+        for suffix, key in SIZES.items()
     },
-    "perplexity smoothed": _score(
-        "smoothed_perplexity", "perplexity with label smoothing, test", "running", better=-1, digits=3
-    ),
-    "bleu valid": StudyMetric("best BLEU on the validation split", ("bleu valid",), 1),
-    "perplexity valid": StudyMetric("perplexity on the validation split at the end", ("perplexity valid",), -1),
-    "perplexity train": StudyMetric(
-        "perplexity with label smoothing, last 5% of training", ("perplexity train",), -1, 3
-    ),
-    "minutes to 80%": StudyMetric("minutes of training to 80% validation accuracy", ("minutes to 80%",), -1),
-    "memory": StudyMetric("peak MB allocated at inference", ("memory",), -1, 0),
-    "speed": StudyMetric("items per second at inference", ("speed",), 1),
-    "singular value": StudyMetric(
-        "of the embedding, a tenth of the way down; the largest is 1", ("singular value",), 1, 3, _singular_value
-    ),
+    "perplexity smoothed": StudyMetric(("smoothed_perplexity running",), -1, 3),
+    "bleu valid": StudyMetric(("bleu valid",), 1),
+    "perplexity valid": StudyMetric(("perplexity valid",), -1),
+    "perplexity train": StudyMetric(("perplexity train",), -1, 3),
+    "minutes to 80%": StudyMetric(("minutes to 80%",), -1),
+    "memory": StudyMetric(("memory",), -1, 0),  # peak MB allocated at inference
+    "speed": StudyMetric(("speed",), 1),  # items per second at inference
     **{
-        f"{name} {half}": StudyMetric(
-            f"{about}, mean over the {half} half", (f"{name} {half}",), 0, 3, _by_depth(quantity, sites, half == "deep")
-        )
-        for name, quantity, about, sites in (
-            ("g", "learned_g", "g of the decoder's layers at the end", DECODER),
-            ("filtered", "filtered", "steps dropped of each norm", ""),
-        )
-        for half in ("shallow", "deep")
+        name: StudyMetric((name,), int(name.startswith(("singular", "cka"))), 3, summary)
+        for name, summary in SUMMARIES.items()
     },
-    **{
-        f"filtered {half}": StudyMetric(
-            f"steps dropped in the {half} half after the warm-up, mean over norms",
-            (f"filtered {half}",),
-            0,
-            3,
-            _dropped(half == "late"),
-        )
-        for half in ("early", "late")
+    **{  # of the first norm over the run: its median, and how far its outliers stand out
+        f"{name}{suffix}": StudyMetric((f"{name}{suffix}",), 0, digits, _over_run(name, summarize))
+        for name in QUANTITIES
+        for suffix, summarize, digits in (("", statistics.median, 4), (" outliers", _largest_over_median, 1))
     },
-    "g output": StudyMetric("g of the decoder's last norm at the end", ("g output",), 0, 3, _output_g),
-    "cka": StudyMetric("CKA of each layer with the same one of the first row, mean", ("cka",), 1, 3, _similarity(1)),
-    "cka shallow": StudyMetric("the same over the first third of the layers", ("cka shallow",), 1, 3, _similarity(3)),
+    **{f"{name} anywhere": StudyMetric((f"{name} anywhere",), 0, 3, _over_run(name, max, True)) for name in QUANTITIES},
 }
 """Metrics by name, as in `Column.metric`."""
-
-for _name, _one in QUANTITIES.items():
-    _what = _one.definition
-    STUDY_METRICS |= {
-        **_recorded(_name, f"{_what}: first norm, median over the run", _name, statistics.median, 4),
-        **_recorded(f"{_name} max", f"{_what}: first norm, largest over the run", _name, max, 4),
-        **_recorded(
-            f"{_name} outliers", f"{_what}: first norm, largest / median over the run", _name, _largest_over_median, 1
-        ),
-        **_recorded(f"{_name} anywhere", f"{_what}: largest over run and norms", _name, max, 3, every=True),
-    }

@@ -18,19 +18,17 @@ class Metric:
     """Key in result files."""
     name: str
     """Name in tables and sentences."""
-    about: str
-    """Definition, with unit."""
     better: Literal[-1, 1]
     """1 if higher is better, -1 if lower is better."""
 
 
-PER = Metric(key="per", name="PER", about="phonemes wrong, in percent", better=-1)
-BLEU = Metric(key="bleu", name="BLEU", about="BLEU of translations", better=1)
-PERPLEXITY = Metric(key="perplexity", name="perplexity", about="perplexity", better=-1)
-ACCURACY = Metric(key="accuracy", name="accuracy", about="accuracy in percent", better=1)
-BOX_AP = Metric(key="box_ap", name="box AP", about="average precision of boxes in percent", better=1)
-MASK_AP = Metric(key="mask_ap", name="mask AP", about="average precision of masks in percent", better=1)
-LOSS = Metric(key="loss", name="loss", about="cross-entropy on the test split", better=-1)
+PER = Metric(key="per", name="PER", better=-1)
+BLEU = Metric(key="bleu", name="BLEU", better=1)
+PERPLEXITY = Metric(key="perplexity", name="perplexity", better=-1)
+ACCURACY = Metric(key="accuracy", name="accuracy", better=1)
+BOX_AP = Metric(key="box_ap", name="box AP", better=1)
+MASK_AP = Metric(key="mask_ap", name="mask AP", better=1)
+LOSS = Metric(key="loss", name="loss", better=-1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,61 +58,35 @@ class TaskSpec:
         >>> TASKS["lm"].load("module").__name__
         'Language'
         """
-        return pkgutil.resolve_name(getattr(self, part))
+        return pkgutil.resolve_name(f"normkit_papers.train.{getattr(self, part)}")
 
-
-_TRAIN = "normkit_papers.train"
 
 TASKS: dict[str, TaskSpec] = {
     "g2p": TaskSpec(
-        module=f"{_TRAIN}.translation:Translation",
-        model=f"{_TRAIN}.build:seq2seq",
-        example=f"{_TRAIN}.build:sentence_pairs",
-        data=f"{_TRAIN}.source:sequences",
-        metrics=(PER,),
-        decided_by="beam",
+        module="translation:Translation", model="build:seq2seq", example="build:sentence_pairs",
+        data="source:sequences", metrics=(PER,), decided_by="beam",
     ),
     "mt": TaskSpec(
-        module=f"{_TRAIN}.translation:MachineTranslation",
-        model=f"{_TRAIN}.build:seq2seq",
-        example=f"{_TRAIN}.build:sentence_pairs",
-        data=f"{_TRAIN}.source:corpus",
-        metrics=(BLEU,),
-        decided_by="beam",
+        module="translation:MachineTranslation", model="build:seq2seq", example="build:sentence_pairs",
+        data="source:corpus", metrics=(BLEU,), decided_by="beam",
     ),
     "lm": TaskSpec(
-        module=f"{_TRAIN}.language:Language",
-        model=f"{_TRAIN}.build:language_model",
-        example=f"{_TRAIN}.build:text",
-        data=f"{_TRAIN}.source:corpus",
-        metrics=(PERPLEXITY,),
+        module="language:Language", model="build:language_model", example="build:text",
+        data="source:corpus", metrics=(PERPLEXITY,),
     ),
     "digits": TaskSpec(
-        module=f"{_TRAIN}.images:Classification",
-        model=f"{_TRAIN}.build:digit_classifier",
-        example=f"{_TRAIN}.build:digits",
-        data=f"{_TRAIN}.source:sequences",
-        metrics=(ACCURACY,),
-        unit="images",
+        module="images:Classification", model="build:digit_classifier", example="build:digits",
+        data="source:sequences", metrics=(ACCURACY,), unit="images",
     ),
     "images": TaskSpec(
-        module=f"{_TRAIN}.images:ImageClassification",
-        model=f"{_TRAIN}.build:image_classifier",
-        example=f"{_TRAIN}.build:images",
-        data=f"{_TRAIN}.source:images",
-        metrics=(ACCURACY,),
-        unit="images",
+        module="images:ImageClassification", model="build:image_classifier", example="build:images",
+        data="source:images", metrics=(ACCURACY,), unit="images",
     ),
     "detection": TaskSpec(
-        module=f"{_TRAIN}.detection:Detection",
-        model=f"{_TRAIN}.build:object_detector",
-        example=f"{_TRAIN}.build:one_image",
-        data=f"{_TRAIN}.source:annotated_images",
-        metrics=(BOX_AP, MASK_AP),
-        unit="images",
-        part="backbone",
+        module="detection:Detection", model="build:object_detector", example="build:one_image",
+        data="source:annotated_images", metrics=(BOX_AP, MASK_AP), unit="images", part="backbone",
     ),
-}
+}  # fmt: skip
 """By name, as in `Run.task`."""
 
 METRICS: tuple[Metric, ...] = (*dict.fromkeys(metric for task in TASKS.values() for metric in task.metrics), LOSS)

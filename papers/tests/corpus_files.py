@@ -18,10 +18,13 @@ def sentences(count, seed, longest=6):
         yield " ".join(words), " ".join(WORDS[word] for word in words)
 
 
-def write_corpus(folder, train=300, valid=20, test=30):
+def write_corpus(folder, train=300, valid=20, test=30, columns=False):
     folder.mkdir(parents=True, exist_ok=True)
     for seed, (split, count) in enumerate({"train": train, "valid": valid, "test": test}.items()):
         pairs = list(sentences(count, seed))
+        if columns:
+            (folder / f"{split}.tsv").write_text("".join(f"{a}\t{b}\n" for a, b in pairs), encoding="utf8")
+            continue
         for side, at in (("source", 0), ("target", 1)):
             text = "".join(f"{pair[at]}\n" for pair in pairs)
             (folder / f"{split}.{side}").write_text(text, encoding="utf8")

@@ -52,33 +52,16 @@ def write_tar(path: pathlib.Path, samples: list[tuple[str, bytes, int]], kind: s
     return path
 
 
-def write_parquet(path: pathlib.Path, samples: list[tuple[str, bytes, int]], group: int = 4) -> pathlib.Path:
-    import pyarrow
-    import pyarrow.parquet
+def write_parquet(
+    path: pathlib.Path, samples: list[tuple[str, bytes, int]], image: str = "image", label: str = "label"
+) -> pathlib.Path:
+    import datasets
 
     path.parent.mkdir(parents=True, exist_ok=True)
     images = [{"bytes": content, "path": f"{key}.png"} for key, content, _ in samples]
-    table = pyarrow.table({"image": images, "label": [label for *_, label in samples]})
-    pyarrow.parquet.write_table(table, path, row_group_size=group)
+    rows = datasets.Dataset.from_dict({image: images, label: [label for *_, label in samples]})
+    rows.cast_column(image, datasets.Image(decode=False)).to_parquet(path)
     return path
-
-
-def write_cifar(folder: pathlib.Path, classes: int = 10, train: int = 40, test: int = 20) -> pathlib.Path:
-    """The binary version."""
-    folder.mkdir(parents=True, exist_ok=True)
-    names = [f"class{number}" for number in range(classes)]
-    if classes == 10:
-        (folder / "batches.meta.txt").write_text("\n".join(names) + "\n\n")
-        parts = {f"data_batch_{n}.bin": (train // 5, n) for n in range(1, 6)} | {"test_batch.bin": (test, 9)}
-    else:
-        (folder / "fine_label_names.txt").write_text("\n".join(names) + "\n")
-        parts = {"train.bin": (train, 1), "test.bin": (test, 9)}
-    for name, (count, seed) in parts.items():
-        made, labels = pixels(count, classes, seed=seed)
-        heads = [labels] if classes == 10 else [labels * 0, labels]
-        flat = made.transpose(0, 3, 1, 2).reshape(count, -1)
-        (folder / name).write_bytes(np.concatenate([*(h[:, None] for h in heads), flat], 1).astype(np.uint8).tobytes())
-    return folder
 
 
 def pack(path: pathlib.Path, made: np.ndarray) -> None:

@@ -24,7 +24,7 @@ def test_cka_is_the_unbiased_one_of_minibatches():
     torch.manual_seed(0)
     model, batches = Layers().double(), [torch.randn(9, 5).double() + 1 for _ in range(3)]
     nn.init.orthogonal_(model.b.weight, 3.0)
-    found = cka(model, batches, layers=["a", "b", "c"])
+    found = cka(model, model, batches, ["a", "b", "c"])
     assert found.layers == ("a", "b", "c")
     torch.testing.assert_close(found.values.diagonal(), torch.ones(3).double())
     assert found.values[0, 1] == pytest.approx(1), "rotations and sizes do not matter"
@@ -51,26 +51,22 @@ def test_cka_of_two_models():
     torch.manual_seed(0)
     one, two = Layers(), Layers()
     batches = [{"x": torch.randn(40, 5)} for _ in range(4)]
-    found = cka(one, batches, copy.deepcopy(one), layers="c")
+    found = cka(one, copy.deepcopy(one), batches, ["c"])
     assert found.values.item() == pytest.approx(1)
-    assert cka(one, batches, two, layers=["b"], other_layers=["b", "c"]).values.shape == (1, 2)
     assert found.rows(7) == [Row(7, "c|c", "", "cka", pytest.approx(1))]
+    plain = [batch["x"] for batch in batches]
+    assert cka(one, nn.Sequential(two), plain, ["*b", "*c"]).others == ("0.b", "0.c")
     assert one.training
-    for options, words in (
-        ({"layers": "z"}, "no layer is called z"),
-        ({}, "the model has no norms"),
-        ({"layers": "c", "batches": []}, "there are no batches"),
-        ({"layers": "c", "batches": [torch.zeros(3, 5)]}, "at least 4 examples; got 3"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            cka(one, **{"batches": batches, **options})
+    for layers, some in (["z"], batches), (["c"], []), (["c"], [torch.zeros(3, 5)]):
+        with pytest.raises(ValueError, match=r"layer|batches"):
+            cka(one, two, some, layers)
 
 
 def test_cka_of_features_with_a_large_common_part():
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 5))
     nn.init.constant_(model[1].bias, 1e4)
-    found = cka(model, [torch.randn(40, 5)], layers=["0", "1"])
+    found = cka(model, model, [torch.randn(40, 5)], ["0", "1"])
     assert 0.5 < found.values[0, 1] <= 1
 
 

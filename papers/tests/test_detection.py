@@ -202,8 +202,6 @@ def test_undecodable_image_is_replaced_and_counted_or_raises(tmp_path):
         "once, however often it is met"
     )
     assert not multiprocessing.active_children()
-    with pytest.raises(ValueError, match=r"002.png cannot be read.*; repair or remove it, or use --broken skip"):
-        train(dataclasses.replace(run, broken="refuse", workers=0), tmp_path / "other")
     for path in (folder / "images").iterdir():
         path.write_bytes(path.read_bytes()[:200] + bytes(40) + path.read_bytes()[240:])
     with pytest.raises(ValueError, match="none of a batch's images can be read"):

@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import os
 import pathlib
 
 import image_files as made
@@ -23,7 +22,7 @@ from normkit_papers.data.scenes import ImageFiles, find_scenes, read_scenes
 from normkit_papers.train.scores import average_precision
 from PIL import Image
 
-SHARED = pathlib.Path(os.environ.get("NORMKIT_DATA") or pathlib.Path(__file__).parents[3] / "shared" / "data")
+SHARED = pathlib.Path(__file__).parents[3] / "shared" / "data"
 
 
 @pytest.fixture(autouse=True)
@@ -41,20 +40,13 @@ def contents(split):
 # -- images with classes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("classes", [10, 100])
-def test_cifar_in_its_binary_version(classes, tmp_path):
-    made.write_cifar(tmp_path / f"cifar{classes}", classes, train=200, test=20)
-    data = read_images(f"cifar{classes}")
-    parts = [made.pixels(40, 10, seed=n) for n in range(1, 6)] if classes == 10 else [made.pixels(200, 100, seed=1)]
-    assert np.array_equal(
-        [np.asarray(decode(data.train, n)) for n in range(200)], np.concatenate([p[0] for p in parts])
-    )
-    assert np.array_equal(data.train.labels, np.concatenate([p[1] for p in parts]))
-    assert np.asarray(decode(data.test, 7)).tolist() == made.pixels(20, classes, seed=9)[0][7].tolist()
-    assert data.vocabularies["classes"].plain()[3] == "class3"
-    assert len(data.notes) == 2, "numbers of images are compared with the table"
-    with pytest.raises(ValueError, match=r"200 train images.*50,000"):
-        read_images(f"cifar{classes}", refuse=True)
+def test_cifar_100_has_its_fine_classes(tmp_path):
+    for split, count in (("train", 12), ("test", 6)):
+        rows = made.files(count)
+        made.write_parquet(tmp_path / "cifar100" / "cifar100" / f"{split}-0.parquet", rows, "img", "fine_label")
+    data = read_images("cifar100")
+    assert (data.train.labels.tolist(), data.name) == ([label for *_, label in made.files(12)], "cifar100")
+    assert len(data.notes) == 3, "numbers are compared with the table"
 
 
 def test_cifar_packed_as_differences(tmp_path):
@@ -72,15 +64,8 @@ def test_cifar_packed_as_differences(tmp_path):
         np.save(folder / "test_labels.npy", wrong, allow_pickle=True)
         with pytest.raises(ValueError, match="cifar10"):
             read_images("cifar10")
-
-
-def test_damaged_cifar_is_named(tmp_path):
-    folder = made.write_cifar(tmp_path / "cifar10")
-    (folder / "data_batch_2.bin").write_bytes(b"0" * 5000)
-    with pytest.raises(ValueError, match=r"data_batch_2\.bin cannot be read"):
-        read_images("cifar10")
-    (folder / "data_batch_2.bin").unlink()
-    with pytest.raises(ValueError, match=r"lacks data_batch_2\.bin; needs the binary version"):
+    (folder / "data_batch_2.grad.xz").write_bytes(b"0" * 5000)
+    with pytest.raises(ValueError, match=r"data_batch_2\.grad\.xz cannot be read"):
         read_images("cifar10")
 
 
@@ -88,19 +73,19 @@ def test_all_formats_have_the_same_images(tmp_path):
     train, val = made.files(24, 0), made.files(9, 1)
     folder = made.write_folder(tmp_path / "a")
     (folder / "train" / "class0" / "._0000.png").write_bytes(b"of macOS")
-    made.write_tar(folder / "train.tar", train[:3])  # folders of classes come first
-    made.write_tar(tmp_path / "b" / "x-train-00.tar", train[:10])
-    made.write_tar(tmp_path / "b" / "x-train-01.tar", train[10:])
-    made.write_tar(tmp_path / "b" / "val" / "00.tar", val, kind="json")
+    for name, kind in (("b", "cls"), ("d", "json")):
+        made.write_tar(tmp_path / name / "x-train-00.tar", train[:10], kind)
+        made.write_tar(tmp_path / name / "x-train-01.tar", train[10:], kind)
+        made.write_tar(tmp_path / name / "x-validation-00.tar", val, kind)
     made.write_parquet(tmp_path / "c" / "data" / "train-00.parquet", train[:13])
     made.write_parquet(tmp_path / "c" / "data" / "train-01.parquet", train[13:])
     made.write_parquet(tmp_path / "c" / "data" / "validation-00.parquet", val)
-    data = [read_images(str(tmp_path / name)) for name in "abc"]
+    data = [read_images(str(tmp_path / name)) for name in "abcd"]
     assert data[0].vocabularies["classes"].plain() == ["class0", "class1", "class2"]
-    assert [len(each.vocabularies["classes"].plain()) for each in data] == [3, 3, 3]
+    assert [len(each.vocabularies["classes"].plain()) for each in data] == [3] * 4
     assert len(contents(data[0].train)) == 24
-    assert [contents(each.train) == contents(data[0].train) for each in data] == [True] * 3
-    assert [contents(each.test) == contents(data[0].test) for each in data] == [True] * 3
+    assert [contents(each.train) == contents(data[0].train) for each in data] == [True] * 4
+    assert [contents(each.test) == contents(data[0].test) for each in data] == [True] * 4
     assert data[0].valid is data[0].test
 
 
@@ -131,42 +116,39 @@ def test_damaged_shards_raise(kind, tmp_path):
     for split in ("train", "val"):
         path = write(tmp_path / "own" / f"{split}.{kind}", made.files(20))
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(ValueError, match=rf"val\.{kind} cannot be read"):
+    with pytest.raises(ValueError, match=r"own.* cannot be read"):
         read_images(str(tmp_path / "own"))
 
 
 def test_missing_images_are_named_with_their_source(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"lacks imagenet/, ILSVRC2012/.*image-net\.org"):
+    with pytest.raises(ValueError, match=r"ILSVRC2012.*image-net\.org"):
         find_images("imagenet")
-    with pytest.raises(ValueError, match="did you mean 'cifar10'"):
+    with pytest.raises(ValueError, match="'cifar10'"):
         find_images("cifar_10")
     (tmp_path / "own" / "train" / "a").mkdir(parents=True)
-    with pytest.raises(ValueError, match="train"):
+    with pytest.raises(ValueError, match="own"):
         read_images(str(tmp_path / "own"))
     made.write_folder(tmp_path / "own2")
     (tmp_path / "own2" / "val" / "class2").rename(tmp_path / "own2" / "val" / "zebra")
-    with pytest.raises(ValueError, match="own2/val has other folders of classes"):
+    with pytest.raises(ValueError, match=r"own2 .* zebra"):
         read_images(str(tmp_path / "own2"))
     monkeypatch.delenv("NORMKIT_DATA")
-    with pytest.raises(ValueError, match=r"NORMKIT_DATA is not set.*cs\.toronto\.edu"):
+    with pytest.raises(ValueError, match=r"NORMKIT_DATA .*uoft-cs"):
         find_images("cifar10")
 
 
 def test_unreadable_images_are_named(tmp_path):
     data = read_images(str(made.write_folder(tmp_path / "own")))
-    path = pathlib.Path(data.train.name(3))
+    path = pathlib.Path(data.train[3]["path"])
     wide = tmp_path / "wide.tif"
     Image.fromarray(np.full((4, 5), 700, np.uint16)).save(wide)  # PIL would clip it at 255
-    for content in (path.read_bytes()[:200], b"no image", b"", wide.read_bytes()):
-        path.write_bytes(content)
+    for content in (path.read_bytes()[:200], b"no image", b"", wide.read_bytes(), None):
+        path.unlink() if content is None else path.write_bytes(content)
         with pytest.raises(Broken, match=rf"{path.name} cannot be read"):
             decode(data.train, 3)
-    path.unlink()
-    with pytest.raises(Broken, match=rf"{path.name} cannot be read"):
-        decode(data.train, 3)
     made.write_parquet(tmp_path / "own2" / "train.parquet", [("a", b"", 0)] * 2)
     made.write_parquet(tmp_path / "own2" / "val.parquet", made.files(2))
-    with pytest.raises(Broken, match=r"image 1 of .*train\.parquet cannot be read"):
+    with pytest.raises(Broken, match=r"image 1 of split train .*own2 cannot be read"):
         decode(read_images(str(tmp_path / "own2")).train, 1)
 
 
@@ -180,12 +162,9 @@ def test_held_out_images_are_fixed_and_not_trained_on(tmp_path):
         read_images(folder, held_out=24)
 
 
-def test_batches_of_images_depend_on_seed_and_epoch():
+def test_batches_of_images_are_whole():
     split = ImageSplit(np.zeros((12, 1, 1, 3), np.uint8), np.zeros(12))
-    first = image_batches(split, 5, seed=3, epoch=1)
-    assert first == image_batches(split, 5, seed=3, epoch=1)
-    assert first != image_batches(split, 5, seed=3, epoch=2)
-    assert first != image_batches(split, 5, seed=4, epoch=1)
+    first = [batch.tolist() for batch in image_batches(split, 5, seed=3, epoch=1)]
     assert [len({*batch}) for batch in first] == [5, 5], "an incomplete batch is left out"
     assert not {*first[0]} & {*first[1]}
     with pytest.raises(ValueError, match="13 images"):
@@ -193,7 +172,6 @@ def test_batches_of_images_depend_on_seed_and_epoch():
 
 
 @pytest.mark.shared
-@pytest.mark.skipif(not (SHARED / "cifar10").is_dir(), reason="no data folder")
 def test_the_shared_cifar_10_is_the_canonical_one():
     pixels = _unpacked(SHARED / "cifar10" / "test_batch.grad.xz")
     assert hashlib.md5(pixels.tobytes()).hexdigest() == "6d2714505047e13831cd876923568712"
@@ -207,9 +185,9 @@ def given():
     return scene_files.scenes(4)
 
 
-def read(folder, labels, files, broken="skip", **how):
+def read(folder, labels, files, **how):
     scene_files.write(folder, labels, files, "train")
-    return read_scenes(folder / "train.json", ImageFiles(folder / "images"), broken, **how)
+    return read_scenes(folder / "train.json", ImageFiles(folder / "images"), **how)
 
 
 def test_scenes_have_the_boxes_classes_and_masks_of_their_file(tmp_path, given):
@@ -254,7 +232,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("what", UNUSABLE)
-def test_unusable_boxes_are_counted_or_raise(what, tmp_path, given):
+def test_unusable_boxes_are_counted(what, tmp_path, given):
     """pycocotools ends the process, or returns random memory, on many of these outlines."""
     labels, files = copy.deepcopy(given)
     boxes = len(labels["annotations"])
@@ -264,8 +242,6 @@ def test_unusable_boxes_are_counted_or_raise(what, tmp_path, given):
     assert found.counts["boxes"] == boxes
     perfect = [{**row, "score": 1.0} for row in found.truth["annotations"]]
     assert average_precision(found.truth, perfect, masks=False)["box_ap"] == pytest.approx(100)
-    with pytest.raises(ValueError, match="broken=skip"):
-        read(tmp_path, labels, files, "refuse")
 
 
 def test_run_lengths_are_the_mask_they_encode(tmp_path, given):
@@ -281,10 +257,9 @@ def test_run_lengths_are_the_mask_they_encode(tmp_path, given):
     text = mask.encode(np.asfortranarray(plain.masks(0)[0].numpy()))["counts"].decode()
     for outline in ({"size": size, "counts": counts}, {"size": size, "counts": text}):
         row["segmentation"] = outline
-        assert torch.equal(read(tmp_path, labels, files, "refuse").masks(0), plain.masks(0))
+        assert torch.equal(read(tmp_path, labels, files).masks(0), plain.masks(0))
         outline["counts"] = outline["counts"][:-1]
-        with pytest.raises(ValueError, match="outlines"):
-            read(tmp_path, labels, files, "refuse")
+        assert read(tmp_path, labels, files).counts["outlines that cannot be drawn"] == 1
 
 
 def test_crowds_and_images_without_objects_are_no_mistakes(tmp_path, given):
@@ -292,12 +267,12 @@ def test_crowds_and_images_without_objects_are_no_mistakes(tmp_path, given):
     labels["annotations"] = [row for row in labels["annotations"] if row["image_id"] != 2]
     crowd = {**labels["annotations"][0], "iscrowd": 1, "bbox": [-3, 5, 500, 9]}
     labels["annotations"].append({key: crowd[key] for key in crowd if key not in ("segmentation", "area")})
-    found = read(tmp_path, labels, files, "refuse")
+    found = read(tmp_path, labels, files)
     assert (found.counts["images"], found.counts["crowds"]) == (4, 1)
     assert found.masks(1).shape == (0, 60, 80)
     crowds = [row for row in found.truth["annotations"] if row["iscrowd"]]
     assert crowds[0]["segmentation"] == [[0, 5, 64, 5, 64, 14, 0, 14]]
-    fewer = read(tmp_path, labels, files, "refuse", empty=False)
+    fewer = read(tmp_path, labels, files, empty=False)
     assert (fewer.counts["images"], fewer.counts["images without boxes"]) == (3, 1)
 
 
@@ -340,7 +315,7 @@ def test_missing_and_damaged_files_of_scenes_are_named(tmp_path, given, monkeypa
         ImageFiles(tmp_path / "images.tar")
     with pytest.raises(ValueError, match=r"lacks valid\.json"):
         find_scenes(str(tmp_path / "a"))
-    with pytest.raises(ValueError, match=r"lacks annotations/instances_train2017\.json.*cocodataset\.org"):
+    with pytest.raises(ValueError, match=r"coco.*cocodataset\.org"):
         find_scenes("coco")
 
 
@@ -350,16 +325,14 @@ def test_a_partial_data_set_has_a_remark(tmp_path):
     data = find_scenes("pennfudan_320")()
     assert data.name == "pennfudan_320 (3 of 120 training images, 3 of 50 test images)"
     assert data.vocabularies["classes"].plain() == ["box", "bar"]
-    with pytest.raises(ValueError, match="3 images, pennfudan_320 has 120"):
-        find_scenes("pennfudan_320", "refuse")()
 
 
 @pytest.mark.shared
-@pytest.mark.skipif(not (SHARED / "coco128_320").is_dir(), reason="no data folder")
 @pytest.mark.parametrize(("name", "boxes"), [("coco128_320", 929), ("pennfudan_320", 286)])
 def test_the_small_sets_have_no_unusable_annotations(name, boxes, monkeypatch):
     monkeypatch.setenv("NORMKIT_DATA", str(SHARED))
-    data = find_scenes(name, "refuse")()
+    data = find_scenes(name)()
+    assert {*data.train.counts, *data.test.counts} <= {"images", "boxes", "crowds"}
     assert data.train.counts["boxes"] == boxes
     assert data.train.image(0).shape[0] == 3
     assert data.train.masks(0).shape[0] == len(data.train.scenes[0].labels)

@@ -8,8 +8,7 @@ import torch
 from corpus_files import write_text
 from norm_cases import reads_its_sample, short
 from normkit_papers.models.config import Model
-from normkit_papers.models.lm import DecoderLM
-from normkit_papers.models.lstm import LSTMLM, WeightDropLSTM
+from normkit_papers.models.lm import LSTMLM, DecoderLM, WeightDropLSTM
 from normkit_papers.models.mixers import RelativeAttention
 from normkit_papers.train import language
 from normkit_papers.train.config import LanguageRun

@@ -7,7 +7,7 @@ import pytest
 import torch
 from norm_cases import reads_its_sample, short
 from normkit_papers.data.vocab import PAD
-from normkit_papers.models.adaptive import Adaptive
+from normkit_papers.models.blocks import Adaptive
 from normkit_papers.models.config import Model
 from normkit_papers.models.lm import DecoderLM
 from normkit_papers.models.mixers import Convolution, MultiLinear
@@ -21,10 +21,15 @@ SOURCE = torch.tensor([[4, 5, 6, 7, 2], [8, 9, 2, 0, 0]])
 TARGET = torch.tensor([[1, 5, 6, 7], [1, 9, 0, 0]])
 CONVOLUTIONS = [
     dataclasses.replace(SMALL, attention="dynamicconv", kernels=(3, 5), norm="un(window=2, warmup=2)"),
-    dataclasses.replace(SMALL, attention="lightconv", kernels=(7,)),
+    dataclasses.replace(SMALL, attention="dynamicconv", kernels=(7,)),
 ]
 FORMS = [
     SMALL, dataclasses.replace(SMALL, placement="post"), dataclasses.replace(SMALL, fixnorm=True, norm="scale"),
+    *CONVOLUTIONS,
+]  # fmt: skip
+CACHED = [
+    *(dataclasses.replace(SMALL, norm=spec, placement=placement)
+      for spec in map(short, NORMS) for placement in ("pre", "post") if not reads_its_sample(spec)),
     *CONVOLUTIONS,
 ]  # fmt: skip
 
@@ -41,6 +46,14 @@ def seq2seq(config: Model = SMALL, seed: int = 0) -> Seq2Seq:
         for _ in range(3):
             model(SOURCE, TARGET)
     return model.eval()
+
+
+def drawn(block):
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_()
+    return block.double()
 
 
 @pytest.mark.parametrize("config", FORMS)
@@ -73,19 +86,9 @@ def test_the_decoder_is_causal(config):
     assert not torch.allclose(model(SOURCE, other)[0, 2:], model(SOURCE, TARGET)[0, 2:])
 
 
-@pytest.mark.parametrize("spec", [spec for spec in map(short, NORMS) if not reads_its_sample(spec)])
-@pytest.mark.parametrize("placement", ["pre", "post"])
-def test_the_cache_equals_full_decoding(spec, placement):
-    check_the_cache(seq2seq(dataclasses.replace(SMALL, norm=spec, placement=placement)).double())  # some norms amplify
-
-
-@pytest.mark.parametrize("config", CONVOLUTIONS)
-def test_convolutions_step_by_step_equal_teacher_forcing(config):
-    check_the_cache(seq2seq(config).double())
-
-
-def check_the_cache(model):
-    """Compare decoding in pieces with decoding at once."""
+@pytest.mark.parametrize("config", CACHED, ids=lambda config: f"{config.norm}-{config.placement}-{config.attention}")
+def test_decoding_in_pieces_equals_decoding_at_once(config):
+    model = seq2seq(config).double()  # some norms amplify
     memory, real = model.encode(SOURCE)
     whole = model.decode(TARGET, memory, real)
     for pieces in ((1, 1, 1, 1), (2, 1, 1), (1, 3)):
@@ -98,7 +101,7 @@ def check_the_cache(model):
 
 def test_dynamic_convolution_agrees_with_a_loop_over_positions():
     torch.manual_seed(0)
-    block, x = Convolution(4, 2, 3, True, 0.0), torch.randn(1, 5, 4)
+    block, x = Convolution(4, 2, 3, 0.0), torch.randn(1, 5, 4)
     gated = torch.nn.functional.glu(block.inner(x), -1)[0]
     weights = block.taps(gated).view(5, 2, 3).softmax(-1)
     for causal, shift in ((True, 2), (False, 1)):
@@ -114,13 +117,10 @@ def test_dynamic_convolution_agrees_with_a_loop_over_positions():
 def test_norms_by_place():
     rules = {"encoder.layers.0.*": "un", "*.final_norm": "rms", "decoder.*": "scale"}
     model = Seq2Seq(dataclasses.replace(SMALL, norm="power", norm_at=rules), 10, 10)
-    kinds = {name: type(m).__name__ for name, m in model.named_modules() if isinstance(m, Norm)}
-    assert kinds["encoder.layers.0.attention_norm"] == kinds["encoder.layers.0.feedforward_norm"] == "UN"
-    assert kinds["encoder.layers.1.attention_norm"] == "PowerNorm"
-    assert kinds["encoder.final_norm"] == kinds["decoder.final_norm"] == "RMSNorm"
-    assert kinds["decoder.layers.1.cross_norm"] == "ScaleNorm"
-    assert len(kinds) == 2 * 2 + 1 + 2 * 3 + 1
-    with pytest.raises(ValueError, match="matches no norm"):
+    kinds = [type(module).__name__ for module in model.modules() if isinstance(module, Norm)]
+    encoder, decoder = ["UN", "UN", "PowerNorm", "PowerNorm", "RMSNorm"], [*["ScaleNorm"] * 6, "RMSNorm"]
+    assert kinds == [*encoder, *decoder]
+    with pytest.raises(ValueError, match="norm"):
         Seq2Seq(dataclasses.replace(SMALL, norm_at={"encodr.*": "un"}), 10, 10)
 
 
@@ -143,20 +143,31 @@ def test_embeddings_tied_shared_and_fixed():
     assert float(fixed.target_embedding.table.parametrizations.weight.original.detach().abs().max()) <= 0.01
 
 
-@pytest.mark.parametrize("spec", ["layer", "un(window=2, warmup=2)", "power(groups=0, warmup=2)"])
-def test_the_language_model_is_causal_and_caches(spec):
-    torch.manual_seed(0)
-    model = DecoderLM(dataclasses.replace(SMALL, norm=spec), 10)
-    tokens = torch.randint(4, 10, (2, 6))
+MULTI = Model(
+    width=12, hidden=20, depth=2, heads=1, attention="multilinear", rank=5, placement="post", max_length=8, tie=True
+)
+
+
+LANGUAGE = [
+    *(dataclasses.replace(SMALL, norm=spec) for spec in ("layer", "un(window=2, warmup=2)", "power(groups=0)")),
+    dataclasses.replace(SMALL, attention="rotary"), MULTI,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", LANGUAGE)
+def test_language_models_are_causal_and_cache(config):
+    model = drawn(DecoderLM(config, 11))
+    tokens = torch.randint(4, 11, (3, 8), generator=torch.Generator().manual_seed(1))
     model(tokens)
-    model.eval()
-    whole = model(tokens)
-    changed = tokens.clone()
-    changed[:, 4:] = 4
-    assert_close(model(changed)[:, :4], whole[:, :4])
-    cache = {}
-    got = [model(tokens[:, i : i + 2], cache, i) for i in (0, 2, 4)]
-    assert_close(torch.cat(got, 1), whole, rtol=1e-4, atol=1e-5)
+    whole = model.eval()(tokens)
+    for place in range(1, 8):
+        other = tokens.clone()
+        other[:, place:] = torch.randint(4, 11, (3, 8 - place), generator=torch.Generator().manual_seed(place))
+        assert_close(model(other)[:, :place], whole[:, :place], rtol=0, atol=1e-9)
+        assert (model(other)[:, place:] - whole[:, place:]).abs().max() > 1e-3
+    if config is not MULTI:
+        cache = {}
+        assert_close(torch.cat([model(tokens[:, i : i + 2], cache, i) for i in (0, 2, 4, 6)], 1), whole)
 
 
 # -- initial weights, dropped layers and words ---------------------------------------------------------------------
@@ -164,41 +175,25 @@ def test_the_language_model_is_causal_and_caches(spec):
 DEEP = Model(width=64, hidden=128, depth=4, heads=4)
 
 
-def made(how):
+XAVIER, WIDER = (2 / 128) ** 0.5, (2 / 192) ** 0.5  # of the attention, and of the feed-forward blocks
+
+
+@pytest.mark.parametrize(
+    ("how", "stack", "block", "weight", "expected"),
+    [("small", "encoder", "attention", "query", [(2 / 320) ** 0.5] * 4),
+     ("small", "encoder", "feedforward", "inner", [WIDER] * 4),
+     ("ds", "encoder", "attention", "query", [XAVIER / number**0.5 for number in (1, 2, 3, 4)]),
+     ("ds", "decoder", "cross", "out", [XAVIER / number**0.5 for number in (1, 2, 3, 4)]),
+     ("ds", "decoder", "feedforward", "inner", [WIDER / number**0.5 for number in (1, 2, 3, 4)]),
+     ("fixup", "encoder", "attention", "value", [XAVIER * 8**-0.5] * 4),
+     ("fixup", "decoder", "feedforward", "inner", [WIDER * 12**-0.5] * 4),
+     ("fixup", "decoder", "cross", "out", [0.0] * 4), ("fixup", "encoder", "feedforward", "outer", [0.0] * 4)],
+)  # fmt: skip
+def test_initial_weights_depend_on_width_and_depth(how, stack, block, weight, expected):
     torch.manual_seed(0)
-    return Seq2Seq(dataclasses.replace(DEEP, init=how), 100, 100)
-
-
-def stds(model, stack, block, weight):
-    layers = getattr(model, stack).layers
-    return [float(getattr(getattr(layer, block), weight).weight.detach().std()) for layer in layers]
-
-
-def test_ds_init_shrinks_with_the_number_of_the_layer():
-    for stack, block, weight in [("encoder", "attention", "query"), ("decoder", "cross", "out")]:
-        expected = [(2 / 128) ** 0.5 / number**0.5 for number in (1, 2, 3, 4)]
-        assert stds(made("ds"), stack, block, weight) == pytest.approx(expected, rel=0.05)
-    assert stds(made("ds"), "decoder", "feedforward", "inner")[3] == pytest.approx((2 / 192) ** 0.5 / 2, rel=0.05)
-
-
-def test_fixup_starts_as_the_identity():
-    model = made("fixup").eval()
-    x = torch.randn(2, 5, 64)
-    layer = model.encoder.layers[0]
-    torch.testing.assert_close(layer(x), x)
-    assert stds(model, "encoder", "attention", "value")[0] == pytest.approx((2 / 128) ** 0.5 * 8**-0.5, rel=0.05)
-    assert stds(model, "decoder", "feedforward", "inner")[0] == pytest.approx((2 / 192) ** 0.5 * 12**-0.5, rel=0.05)
-
-
-def test_t_fixup_scales_values_outputs_and_word_vectors():
-    model, plain = made("t-fixup"), made("xavier")
-    encoder, decoder = 0.67 * 4**-0.25, 36**-0.25
-    ours, theirs = model.encoder.layers[2].attention, plain.encoder.layers[2].attention
-    torch.testing.assert_close(ours.value.weight, encoder * theirs.value.weight)
-    torch.testing.assert_close(ours.query.weight, theirs.query.weight)
-    ours, theirs = model.decoder.layers[1].cross, plain.decoder.layers[1].cross
-    torch.testing.assert_close(ours.out.weight, decoder * theirs.out.weight)
-    torch.testing.assert_close(model.target_embedding.table.weight, decoder * plain.target_embedding.table.weight)
+    layers = getattr(Seq2Seq(dataclasses.replace(DEEP, init=how), 100, 100), stack).layers
+    found = [float(getattr(getattr(layer, block), weight).weight.detach().std()) for layer in layers]
+    assert found == pytest.approx(expected, rel=0.05)
 
 
 def test_layer_drop_has_the_given_rate_in_training_only():
@@ -218,18 +213,6 @@ def test_layer_drop_has_the_given_rate_in_training_only():
 
 # -- multi-linear attention, adaptive embeddings -------------------------------------------------------------------
 
-MULTI = Model(
-    width=12, hidden=20, depth=2, heads=1, attention="multilinear", rank=5, placement="post", max_length=8, tie=True
-)
-
-
-def drawn(block):
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in block.parameters():
-            parameter.normal_()
-    return block.double()
-
 
 def test_multi_linear_attention_is_its_formula():
     block = drawn(MultiLinear(6, 4, 7, 0.0))
@@ -247,24 +230,14 @@ def test_multi_linear_attention_is_its_formula():
     np.testing.assert_allclose(block(x).detach().numpy(), expected, rtol=1e-10)
 
 
-def test_attention_is_causal():
-    model = drawn(DecoderLM(MULTI, vocab=11)).eval()
-    tokens = torch.randint(4, 11, (3, 8), generator=torch.Generator().manual_seed(1))
-    scores = model(tokens)
-    for place in range(1, 8):
-        other = tokens.clone()
-        other[:, place:] = torch.randint(4, 11, (3, 8 - place), generator=torch.Generator().manual_seed(place))
-        torch.testing.assert_close(model(other)[:, :place], scores[:, :place], rtol=0, atol=1e-9)
-        assert (model(other)[:, place:] - scores[:, place:]).abs().max() > 1e-3
-
-
 def test_adaptive_losses_are_those_of_all_probabilities():
-    layer = drawn(Adaptive(20, 8, (6, 11)))
-    x, target = torch.randn(40, 8, dtype=torch.float64), torch.arange(40) % 20
-    whole = layer(x)
-    torch.testing.assert_close(whole.exp().sum(-1), torch.ones(40, dtype=torch.float64))
-    torch.testing.assert_close(layer.nll(x, target), -whole.gather(1, target[:, None]).mean())
+    layer = drawn(Adaptive(20, 16, (6, 11)))
+    x, target = torch.randn(2, 20, 16, dtype=torch.float64), torch.arange(40).view(2, 20) % 20
+    whole = layer.scores(x)
+    torch.testing.assert_close(whole.exp().sum(-1), torch.ones(2, 20, dtype=torch.float64))
+    torch.testing.assert_close(layer.nll(x, target), -whole.gather(2, target[..., None]).mean())
+    torch.testing.assert_close(whole[..., 6:11].exp().sum(-1), (x @ layer.head.weight.T).softmax(-1)[..., 6])
     vectors = layer.embed(torch.tensor([5, 6, 19]))
-    torch.testing.assert_close(vectors[1], layer.maps[0].weight @ layer.tables[1].weight[0])
-    torch.testing.assert_close(vectors[2], layer.maps[1].weight @ layer.tables[2].weight[8])
-    torch.testing.assert_close(vectors[0], layer.tables[0].weight[5])
+    for vector, (project, narrow), row in zip(vectors[1:], layer.tail, (0, 8), strict=True):
+        torch.testing.assert_close(vector, project.weight.T @ narrow.weight[row])
+    torch.testing.assert_close(vectors[0], layer.head.weight[5])

@@ -41,7 +41,8 @@ def cheap(tmp_path, monkeypatch):
 
 def album(size=32, count=12):
     split = ImageSplit(*made.pixels(count, size=size))
-    return ImageData("made", split, split, split, {"classes": Vocab("abc")}, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+    return ImageData(name="made", train=split, valid=split, test=split, vocabularies={"classes": Vocab("abc")},
+                     mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))  # fmt: skip
 
 
 def shown(settings, data, size=32, seed=5):
@@ -220,7 +221,7 @@ def test_all_parameters_are_fine_tuned_the_final_norm_too(folder, tmp_path):
 # -- runs ------------------------------------------------------------------------------------------------------------
 
 
-def test_broken_images_are_counted_or_raise(tmp_path):
+def test_broken_images_are_counted(tmp_path):
     folder = made.write_folder(tmp_path / "data", train=16, val=9)
     (folder / "train/class0/0003.png").write_text("no picture")
     (folder / "val/class1/0001.png").write_bytes(b"")
@@ -230,8 +231,6 @@ def test_broken_images_are_counted_or_raise(tmp_path):
     assert broken["count"] == 2
     assert "train/class0/0003.png cannot be read" in broken["first"][0]
     assert result["scores"]["running"]["n"] == 8
-    with pytest.raises(ValueError, match=r"0003.png cannot be read.*--broken skip|0001.png cannot be read"):
-        train(dataclasses.replace(run, broken="refuse"), tmp_path / "b")
 
 
 def test_workers_make_the_same_batches(folder):
@@ -248,9 +247,7 @@ def test_workers_make_the_same_batches(folder):
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe().task == "images"])
 def test_two_steps_of_every_recipe(name, tmp_path, monkeypatch):
     recipe = RECIPES[name]()
-    write = made.write_folder if recipe.data == "imagenet" else made.write_cifar
-    classes = {"cifar100": {"classes": 100}}.get(recipe.data, {})
-    write(tmp_path / recipe.data, train=40, **classes)
+    made.write_folder(tmp_path / recipe.data, train=40)
     monkeypatch.setenv("NORMKIT_DATA", str(tmp_path))
     model = dataclasses.replace(recipe.model, image_size=32)
     if recipe.body_lr != 1:

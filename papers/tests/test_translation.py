@@ -10,8 +10,7 @@ from corpus_files import cache_with_kernels, write_corpus
 from forked import torchrun, two_ranks
 from normkit_papers.data.corpora import CORPORA, locate
 from normkit_papers.data.prepare import prepare
-from normkit_papers.data.subwords import Subwords
-from normkit_papers.data.vocab import PAD
+from normkit_papers.data.vocab import PAD, Subwords
 from normkit_papers.models.config import Model
 from normkit_papers.models.mt import Seq2Seq
 from normkit_papers.studies.catalogue import RECIPES

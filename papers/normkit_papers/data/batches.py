@@ -1,4 +1,4 @@
-"""Batches of examples, in an order that depends on seed and epoch only, to resume runs."""
+"""Sequences of different lengths, and batches in an order that depends on seed and epoch only, to resume runs."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -8,9 +8,44 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from normkit_papers.data.ragged import Ragged
+from normkit_papers.data.vocab import PAD
 
 CHUNK = 50  # batches of examples that are sorted by length together
+
+
+class Ragged:
+    """Sequences of numbers in one array, in memory or mapped from a file.
+
+    The i-th sequence is `flat[offsets[i]:offsets[i + 1]]`.
+
+    >>> items = Ragged.of([[5, 6], [7]])
+    >>> len(items), items[0], items.padded([0, 1]).tolist()
+    (2, [5, 6], [[5, 6], [7, 0]])
+    """
+
+    def __init__(self, flat: np.ndarray, offsets: np.ndarray):
+        self.flat, self.offsets = flat, offsets
+        self.sizes = np.diff(np.asarray(offsets)).astype(np.int32)
+
+    @classmethod
+    def of(cls, sequences: Sequence[Sequence[int]]) -> "Ragged":
+        """Make one array of lists of numbers."""
+        ends = np.cumsum([0, *map(len, sequences)])
+        return cls(np.fromiter(itertools.chain.from_iterable(sequences), np.int32, ends[-1]), ends)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, item: int) -> list[int]:
+        return self.flat[self.offsets[item] : self.offsets[item + 1]].tolist()
+
+    def padded(self, items: Sequence[int] | np.ndarray) -> Tensor:
+        """Return items as one padded tensor `[len(items), longest]`."""
+        starts, sizes = self.offsets[items], self.sizes[items]
+        columns = np.arange(sizes.max())
+        there = columns < sizes[:, None]
+        at = np.where(there, starts[:, None] + columns, 0)
+        return torch.from_numpy(np.where(there, self.flat[at], PAD).astype(np.int64))
 
 
 def batches_of(
@@ -53,7 +88,7 @@ def batches_of(
         keys = np.asarray(sizes if by is None else by).reshape(len(sizes), -1)
         run = max(1, round(CHUNK * tokens * len(sizes) / max(int(sizes.sum()), 1)))
         chunks = [order[at : at + run] for at in range(0, len(order), run)]
-        order = np.concatenate([_sorted(chunk, keys[chunk] * (-1) ** n) for n, chunk in enumerate(chunks)])
+        order = np.concatenate([chunk[np.lexsort(keys[chunk].T[::-1] * (-1) ** n)] for n, chunk in enumerate(chunks)])
     ends, batches, start = np.cumsum(sizes[order]), [], 0
     while start < len(order):
         full = tokens + (int(ends[start - 1]) if start else 0)
@@ -63,50 +98,6 @@ def batches_of(
     if bucketing:
         batches = [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
     return batches
-
-
-GRID = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-
-
-def rounded(length: int) -> int:
-    """Round a length up to one of `GRID`; longer ones are unchanged.
-
-    >>> rounded(9), rounded(64), rounded(2000)
-    (12, 64, 2000)
-    """
-    return next((each for each in GRID if each >= length), length)
-
-
-def static_batches(longest: np.ndarray, tokens: int, *, seed: int = 0, epoch: int = 0) -> list[np.ndarray]:
-    """Return the examples of each batch of an epoch, such that batches have few shapes.
-
-    A batch of length L, both sides padded to it, has `tokens // 2L` examples. Every example occurs once; the last batch
-    of each length is filled up with examples that occur again.
-
-    Args:
-        longest: Length of the longer side of each example.
-        tokens: Tokens of a batch, with padding.
-        seed: Seed of the run.
-        epoch: Number of the epoch.
-
-    >>> sorted(sorted(batch.tolist()) for batch in static_batches(np.array([5, 6, 7, 11]), tokens=48))
-    [[0, 1, 2], [3, 3]]
-    """
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    order = torch.randperm(len(longest), generator=generator).numpy()
-    lengths = np.array([rounded(int(size)) for size in np.arange(longest.max() + 1)])[longest[order]]
-    batches = []
-    for length in np.unique(lengths):
-        items = order[lengths == length]
-        rows = max(1, tokens // (2 * int(length)))
-        items = np.resize(items, -(-len(items) // rows) * rows)  # repeats from the beginning
-        batches += list(items.reshape(-1, rows))
-    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
-
-
-def _sorted(items: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Sort items by their keys `[n, columns]`, the first column first; the sort is stable."""
-    return items[np.lexsort(keys.T[::-1])]
 
 
 def endless(

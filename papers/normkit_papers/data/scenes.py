@@ -8,16 +8,15 @@ import json
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from normkit._util import unknown
-from normkit_papers.data.corpora import data_roots, not_here, table
+from normkit_papers.data import Data
+from normkit_papers.data.files import find, find_file, open_bytes, table, undamaged
 from normkit_papers.data.images import Broken, reading, to_rgb
-from normkit_papers.data.lines import find_file, open_bytes, undamaged
 from normkit_papers.data.vocab import Vocab
 
 LEAST = 0.01  # pixels: minimum side of a box, so that its corners differ in float32
@@ -34,13 +33,14 @@ class SceneSet:
     """A row of the table of detection data; `corpora.toml` explains its keys."""
 
     name: str
+    folders: tuple[str, ...] = ()
     train: dict[str, Any]
     test: dict[str, Any]
     remark: str = ""
     origin: str
 
 
-SCENE_SETS: dict[str, SceneSet] = {name: SceneSet(name=name, **row) for name, row in table("detection").items()}
+SCENE_SETS: dict[str, SceneSet] = {name: SceneSet(**row) for name, row in table("detection").items()}
 """By name."""
 
 
@@ -51,16 +51,9 @@ class ImageFiles:
         self.path = path
         self.members: dict[str, tuple[int, int]] | None = None
         if path.is_file():
-            with undamaged(path):
-                try:
-                    with tarfile.open(path, "r:") as archive:
-                        self.members = {
-                            each.name.removeprefix("./"): (each.offset_data, each.size)
-                            for each in archive
-                            if each.isfile()
-                        }
-                except tarfile.TarError as error:
-                    raise ValueError(error) from None
+            with undamaged(path), tarfile.open(path, "r:") as archive:
+                files = (each for each in archive if each.isfile())
+                self.members = {each.name.removeprefix("./"): (each.offset_data, each.size) for each in files}
 
     def __contains__(self, name: str) -> bool:
         return (self.path / name).is_file() if self.members is None else name in self.members
@@ -85,7 +78,7 @@ class ImageFiles:
 class Scene:
     """An image file and its objects.
 
-    Boxes `[n, 4]` are (x1, y1, x2, y2), labels `[n]` count from 1, an outline is COCO's or None.
+    Boxes `[n, 4]` are (x1, y1, x2, y2), labels `[n]` count from 1, outlines are compressed run lengths or None.
     """
 
     number: int
@@ -131,83 +124,69 @@ class Scenes:
         from pycocotools import mask
 
         scene = self.scenes[index]
-        size = scene.height, scene.width
-        masks = [torch.from_numpy(mask.decode(_run_lengths(outline, *size))) for outline in scene.outlines]  # pyright: ignore[reportArgumentType]
-        return torch.stack(masks) if masks else torch.zeros(0, *size, dtype=torch.uint8)
+        masks = [torch.from_numpy(mask.decode(outline)) for outline in scene.outlines]
+        return torch.stack(masks) if masks else torch.zeros(0, scene.height, scene.width, dtype=torch.uint8)
 
 
-@dataclasses.dataclass(frozen=True)
-class SceneData:
-    """A data set that has been read; validation and test are one split, which selects nothing."""
-
-    name: str
-    train: Scenes
-    valid: Scenes
-    test: Scenes
-    vocabularies: dict[str, Vocab]
+class SceneData(Data):
+    """A data set of `Scenes`; validation and test are one split, which selects nothing."""
 
 
-def find_scenes(name: str, broken: Literal["skip", "refuse"] = "skip") -> Callable[[], SceneData]:
+def find_scenes(name: str) -> Callable[[], SceneData]:
     """Return a function that reads a data set.
 
     Args:
         name: A row of SCENE_SETS; or a folder of your own, with `train.json` and `valid.json` in COCO's format (plain,
             .xz or .gz) and the images in `images` or `images.tar`.
-        broken: "skip" leaves out and counts unusable entries; "refuse" makes the first one an error.
 
     Raises:
         ValueError: If the name is unknown or a file is missing. Nothing has been read then.
     """
-    if name in SCENE_SETS:
-        row, folders = SCENE_SETS[name], [root / name for root in data_roots()]
-    elif Path(name).is_dir():
-        folders = [Path(name).absolute()]
-        images = "images.tar" if (folders[0] / "images.tar").is_file() else "images"
+    row, folder = find(name, SCENE_SETS, "detection data set", _lacking)
+    if row is None:
+        images = "images.tar" if (folder / "images.tar").is_file() else "images"
         train, test = ({"annotations": f"{split}.json", "images": images} for split in ("train", "valid"))
-        row = SceneSet(name=folders[0].name, train=train, test=test, origin="its owner")
-    else:
-        raise unknown(SCENE_SETS, name, "data set", ", or name a folder")
+        row = SceneSet(name=folder.name, train=train, test=test, origin="its owner")
+        if missing := _lacking(row, folder):
+            raise ValueError(f"{folder} lacks {', '.join(missing)}")
+    return functools.partial(_read, row, folder)
+
+
+def _lacking(row: SceneSet, folder: Path) -> list[str]:
+    """Return the files of a data set that a folder lacks."""
     parts = (row.train, row.test)
-    missing = {}
-    for folder in folders:
-        lacking = [part["annotations"] for part in parts if find_file(folder / part["annotations"]) is None]
-        lacking += [part["images"] for part in parts if not (folder / part["images"]).exists()]
-        if not lacking:
-            return functools.partial(_read, row, folder, broken)
-        missing[folder] = list(dict.fromkeys(lacking))
-    raise not_here(name, name, row.origin, missing)
+    lacking = [part["annotations"] for part in parts if find_file(folder / part["annotations"]) is None]
+    lacking += [part["images"] for part in parts if not (folder / part["images"]).exists()]
+    return list(dict.fromkeys(lacking))
 
 
-def _read(row: SceneSet, folder: Path, broken: Literal["skip", "refuse"]) -> SceneData:
+def _read(row: SceneSet, folder: Path) -> SceneData:
     splits, remarks = [], [row.remark] if row.remark else []
     for part, what in ((row.train, "training"), (row.test, "test")):
         path = find_file(folder / part["annotations"])
         assert path is not None, "checked by find_scenes"
-        scenes = read_scenes(path, ImageFiles(folder / part["images"]), broken, empty=what == "test")
+        scenes = read_scenes(path, ImageFiles(folder / part["images"]), empty=what == "test")
         found = scenes.counts["images"] + scenes.counts.get("images without boxes", 0)
         if found != part.get("count", found):
-            if broken == "refuse":
-                raise ValueError(f"{path} has {found:,} images, {row.name} has {part['count']:,}; get it again")
             remarks.append(f"{found:,} of {part['count']:,} {what} images")
         splits.append(scenes)
     train, test = dataclasses.replace(splits[0], truth={}), splits[1]
     if train.categories != test.categories:
         raise ValueError(f"the two splits of {folder} list different categories; needs the same")
     name = f"{row.name} ({', '.join(remarks)})" if remarks else row.name
-    return SceneData(name, train, test, test, {"classes": Vocab(train.categories.values())})
+    vocabularies = {"classes": Vocab(train.categories.values())}
+    return SceneData(name=name, train=train, valid=test, test=test, vocabularies=vocabularies)
 
 
-def read_scenes(
-    path: Path, files: ImageFiles, broken: Literal["skip", "refuse"] = "skip", empty: bool = True
-) -> Scenes:
+def read_scenes(path: Path, files: ImageFiles, empty: bool = True) -> Scenes:
     """Read COCO's JSON, and check everything except pixel data.
 
-    Crowds (`iscrowd`) are in `truth` only: COCO's scores ignore boxes there.
+    Missing images and unusable boxes are left out and counted. Crowds (`iscrowd`) are in `truth` only: COCO's scores
+    ignore boxes there.
 
     Args:
         path: The JSON file, plain, `.xz` or `.gz`.
         files: The images.
-        broken: "skip" leaves out and counts missing images and unusable boxes; "refuse" makes the first one an error.
         empty: Keep images without objects, from which a detector learns little.
 
     Raises:
@@ -216,25 +195,20 @@ def read_scenes(
     images, by_image, categories, given = _parse(path)
     labels = {category: label for label, category in enumerate(categories, 1)}
     left_out: collections.Counter[str] = collections.Counter()
-
-    def leave_out(what: str, where: object) -> None:
-        if broken == "refuse":
-            raise ValueError(f"{path}: {what}: {where}; broken=skip leaves these out and counts them")
-        left_out[what] += 1
-
     scenes, truth, kept = [], [], []
     for image in images.values():
         if image["file_name"] not in files:
-            leave_out("missing images", f"{files.path} has no {image['file_name']}")
+            left_out["missing images"] += 1
             continue
         height, width = image["height"], image["width"]
         usable = []
         for annotation in by_image[image["id"]]:
-            corners, outline = _corners(annotation["bbox"], height, width), annotation.get("segmentation") or None
+            corners, drawn = _corners(annotation["bbox"], height, width), annotation.get("segmentation")
+            outline = _run_lengths(drawn, height, width) if drawn else None
             if corners is None:
-                leave_out("boxes without area in their image", annotation)
-            elif outline is not None and not _is_drawable(outline, height, width):
-                leave_out("outlines that cannot be drawn", annotation)
+                left_out["boxes without area in their image"] += 1
+            elif drawn and outline is None:
+                left_out["outlines that cannot be drawn"] += 1
             else:
                 usable.append((annotation, corners, outline))
         boxes = [each for each in usable if not each[0].get("iscrowd")]
@@ -244,17 +218,10 @@ def read_scenes(
             continue
         kept.append(image)
         truth += [_truth(len(truth) + at, *each) for at, each in enumerate(usable, 1)]
-        scenes.append(
-            Scene(
-                image["id"],
-                image["file_name"],
-                height,
-                width,
-                torch.tensor([corners for _, corners, _ in boxes], dtype=torch.float32).view(-1, 4),
-                torch.tensor([labels[row["category_id"]] for row, _, _ in boxes], dtype=torch.long),
-                tuple(outline for _, _, outline in boxes),
-            )
-        )
+        corners = torch.tensor([corners for _, corners, _ in boxes], dtype=torch.float32).view(-1, 4)
+        numbers = torch.tensor([labels[row["category_id"]] for row, _, _ in boxes], dtype=torch.long)
+        outlines = tuple(outline for _, _, outline in boxes)
+        scenes.append(Scene(image["id"], image["file_name"], height, width, corners, numbers, outlines))
     left_out = +left_out  # without zeros
     if not scenes:
         raise ValueError(f"{path} has no usable image; left out: {dict(left_out)}")
@@ -297,44 +264,29 @@ def _are_numbers(values: list[Any], most: float = 1e7) -> bool:
     return all(type(value) in (int, float) and abs(value) <= most for value in values)
 
 
-def _is_drawable(outline: Any, height: int, width: int) -> bool:
-    """Return True for polygons near the image, or run lengths that add up to its size.
+def _run_lengths(outline: Any, height: int, width: int) -> Any:
+    """Return polygons near the image, or run lengths that add up to its size, as compressed run lengths, else None.
 
     pycocotools does not check its input: another outline can crash the process.
     """
-    if isinstance(outline, list):
-        most = 2 * max(height, width)
-        return all(
-            isinstance(ring, list) and len(ring) >= 6 and len(ring) % 2 == 0 and _are_numbers(ring, most)
-            for ring in outline
-        )
-    if not isinstance(outline, dict) or outline.get("size") != [height, width]:
-        return False
-    counts = outline.get("counts")
-    if isinstance(counts, list):
-        return all(type(n) is int and n >= 0 for n in counts) and sum(counts) == height * width
-    return isinstance(counts, str) and _is_whole(outline)
-
-
-def _is_whole(outline: Any) -> bool:
-    """Return True if compressed run lengths have no more and no fewer pixels than their image."""
-    from pycocotools import mask
-
-    try:
-        again = mask.encode(np.asfortranarray(mask.decode(outline)))  # of too few, pycocotools adds random ones
-    except ValueError:
-        return False
-    return again["counts"].decode() == outline["counts"]  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _run_lengths(outline: Any, height: int, width: int) -> dict[str, Any]:
-    """Return polygons or run lengths as compressed run lengths."""
     from pycocotools import mask
 
     tools: Any = mask
     if isinstance(outline, list):
-        return tools.merge(tools.frPyObjects(outline, height, width))
-    return tools.frPyObjects(outline, height, width) if isinstance(outline["counts"], list) else outline
+        rings = all(isinstance(ring, list) and len(ring) >= 6 and len(ring) % 2 == 0 for ring in outline)
+        near = rings and all(_are_numbers(ring, 2 * max(height, width)) for ring in outline)
+        return tools.merge(tools.frPyObjects(outline, height, width)) if near else None
+    if not isinstance(outline, dict) or outline.get("size") != [height, width]:
+        return None
+    counts = outline.get("counts")
+    if isinstance(counts, list):
+        whole = all(type(n) is int and n >= 0 for n in counts) and sum(counts) == height * width
+        return tools.frPyObjects(outline, height, width) if whole else None
+    try:
+        again = tools.encode(np.asfortranarray(tools.decode(outline)))
+    except (TypeError, ValueError):
+        return None
+    return again if again["counts"].decode() == counts else None  # for too few, pycocotools adds random ones
 
 
 def _truth(number: int, annotation: dict[str, Any], corners: tuple[float, ...], outline: Any) -> dict[str, Any]:

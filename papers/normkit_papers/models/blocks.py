@@ -1,6 +1,8 @@
-"""Blocks of the Transformers: attention, feed-forward, residual placement, embeddings."""
+"""Blocks of the Transformers: attention, feed-forward, residual placement, embeddings, initial weights."""
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -8,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from normkit._util import require
 from normkit.norms import LayerNorm, Norm, fix_embedding, parse
-from normkit_papers.models.adaptive import Adaptive
 from normkit_papers.models.config import Model
 from normkit_papers.models.mixers import Convolution, MultiLinear, RelativeAttention
 
@@ -24,11 +26,14 @@ Keys and values of attention, `[batch, heads, length, width / heads]`; inputs of
 
 
 class Attention(nn.Module):
-    """Multi-head attention from `x [batch, time, width]` to `memory [batch, source, width]`."""
+    """Multi-head attention from `x [batch, time, width]` to `memory [batch, source, width]`.
 
-    def __init__(self, width: int, heads: int, dropout: float):
+    If it is `rotary`, queries and keys are rotated by their position (Su et al. 2021, Eq. 34).
+    """
+
+    def __init__(self, width: int, heads: int, dropout: float, rotary: bool = False):
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.heads, self.dropout, self.rotary = heads, dropout, rotary
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
 
     def project(self, memory: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,43 +53,30 @@ class Attention(nn.Module):
             causal: Read earlier tokens only.
 
         Returns:
-            The output, and what the call for the next tokens takes as `past`: keys and values.
+            The output, and what the call for the next tokens takes as `past`: keys, rotated or not, and values.
         """
-        pair = self.project(x)
+        (key, value), query = self.project(x), self._split(self.query(x))
+        if self.rotary:
+            start = past[0].shape[2] if past else 0
+            query, key = _rotate(query, start), _rotate(key, start)
         if past:
-            key, value = (torch.cat(both, 2) for both in zip(past, pair, strict=True))
-            pair = key, value
-        return self(x, pair, mask, causal), pair
+            key, value = torch.cat([past[0], key], 2), torch.cat([past[1], value], 2)
+        return self.attend(query, (key, value), mask, causal), (key, value)
 
-    def forward(
-        self, x: Tensor, pair: tuple[Tensor, Tensor], mask: Tensor | None = None, causal: bool = False
+    def forward(self, x: Tensor, pair: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
+        """Attend from `x` to the keys and values of a memory."""
+        return self.attend(self._split(self.query(x)), pair, mask)
+
+    def attend(
+        self, query: Tensor, pair: tuple[Tensor, Tensor], mask: Tensor | None = None, causal: bool = False
     ) -> Tensor:
-        """Attend where `mask` is True, broadcast to `[batch, heads, time, source]`."""
-        return self.attend(self._split(self.query(x)), pair, mask, causal)
-
-    def attend(self, query: Tensor, pair: tuple[Tensor, Tensor], mask: Tensor | None, causal: bool) -> Tensor:
-        """Attend from queries that are split into heads."""
+        """Attend where `mask` is True, broadcast to `[batch, heads, time, source]`; `query` is split into heads."""
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, *pair, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-
-class RotaryAttention(Attention):
-    """Attention by dot products of queries and keys that are rotated by their position (Su et al. 2021, Eq. 34)."""
-
-    def mix(
-        self, x: Tensor, past: tuple[Tensor, ...] | None, real: Tensor | None, mask: Tensor | None, causal: bool
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Attend to `x` and the tokens before it; see `Attention.mix`. Keys are kept rotated."""
-        start = past[0].shape[2] if past else 0
-        key, value = self.project(x)
-        query, key = _rotate(self._split(self.query(x)), start), _rotate(key, start)
-        if past:
-            key, value = torch.cat([past[0], key], 2), torch.cat([past[1], value], 2)
-        return self.attend(query, (key, value), mask, causal), (key, value)
 
 
 def _rotate(x: Tensor, start: int) -> Tensor:
@@ -113,15 +105,13 @@ class FeedForward(nn.Module):
 def _mixer(config: Model, kernel: int) -> Attention | MultiLinear | RelativeAttention | Convolution:
     """Build the block of a layer that mixes tokens."""
     width, dropout = config.width, config.attention_dropout
-    if config.attention == "dot":
-        return Attention(width, config.heads, dropout)
-    if config.attention == "rotary":
-        return RotaryAttention(width, config.heads, dropout)
+    if config.attention in ("dot", "rotary"):
+        return Attention(width, config.heads, dropout, config.attention == "rotary")
     if config.attention == "multilinear":
         return MultiLinear(width, config.rank, config.max_length, dropout, config.cores)
     if config.attention == "relative":
         return RelativeAttention(width, config.heads, dropout, (config.memory, config.memory_at_test))
-    return Convolution(width, config.heads, kernel, config.attention == "dynamicconv", dropout)
+    return Convolution(width, config.heads, kernel, dropout)
 
 
 def apply_norm(norm: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -248,6 +238,45 @@ class Embedding(nn.Module):
         return self.dropout(vectors + self.positions[start:end])
 
 
+class Adaptive(nn.AdaptiveLogSoftmaxWithLoss):
+    """Word vectors in groups by frequency, and the output distribution of the same vectors (Baevski & Auli 2019).
+
+    Words must be numbered by frequency. `cuts` are the numbers at which a group ends: words below `cuts[0]` have
+    vectors of `width` channels, those of the next group `width / 4`, projected to `width`, and so on.
+
+    >>> layer = Adaptive(words=10, width=16, cuts=(4, 7))
+    >>> layer.embed(torch.tensor([[3, 9]])).shape, layer.scores(torch.zeros(1, 2, 16)).exp().sum().round().item()
+    (torch.Size([1, 2, 16]), 2.0)
+    """
+
+    def __init__(self, words: int, width: int, cuts: Sequence[int]):
+        require(width >= 4 ** len(cuts), "width", width, f"at least {4 ** len(cuts)} with {len(cuts)} cuts")
+        super().__init__(width, words, cuts)
+        for weight in self.parameters():  # those of rare words are [words, narrower], all others [..., width]
+            nn.init.normal_(weight, 0, weight.shape[1] ** -0.5)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return vectors `[..., width]` of words."""
+        found = F.embedding(tokens.clamp(max=self.shortlist_size - 1), self.head.weight)
+        for (start, end), (project, narrow) in zip(pairwise(self.cutoffs), self.tail, strict=True):  # type: ignore[reportGeneralTypeIssues]
+            here = (tokens >= start) & (tokens < end)
+            vectors = F.embedding((tokens - start).clamp(0, end - start - 1), narrow.weight) @ project.weight
+            found = torch.where(here[..., None], vectors, found)
+        return found
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Return log probabilities `[batch, time, words]` of all words."""
+        return self.log_prob(_wide(x).flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    def nll(self, x: Tensor, target: Tensor) -> Tensor:
+        """Mean of `-log p` of `target [batch, time]`; only groups of the targets are computed."""
+        return self(_wide(x).flatten(0, 1), target.flatten()).loss
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))  # as the losses that it is added to under autocast
+
+
 def _table(config: Model, words: int, pad: int | None) -> nn.Embedding:
     table = nn.Embedding(words, config.width, padding_idx=pad)
     nn.init.normal_(table.weight, 0, config.width**-0.5)
@@ -303,3 +332,49 @@ def place_norms(model: nn.Module, config: Model) -> None:
     for spec in rules.values():
         parse(spec)
     convert(model, rules, inplace=True)
+
+
+def initialize(model: nn.Module, how: str) -> None:
+    """Draw the weights of all attention and feed-forward blocks, in place; biases are 0.
+
+    Both linear maps of a convolution count as those of a feed-forward block.
+
+    "xavier": N(0, 2 / (fan in + fan out)), so sqrt(2 / 2d) in the attention. "small" (SmallInit, Nguyen & Salazar 2019,
+    Eq. 4): all four projections of the attention N(0, 2 / (d + 4d)), as if they were as wide as the feed-forward
+    blocks. The others start from Xavier:
+
+    - "ds" (DS-Init, Zhang et al. 2019): all weights of the l-th layer of a stack divided by sqrt(l), l = 1, 2, ...;
+    - "fixup" (Zhang, Dauphin & Ma 2019): the first map of each block times R ** (-1/2), R being the residual blocks of
+      the stack, and the last map of each block zero; its scale and shift before each block are what
+      `nonorm(affine=True)` has, one a channel where the paper has one a block.
+
+    >>> block = Attention(8, 2, 0.0)
+    >>> initialize(block, "small")
+    >>> bool(block.out.bias.any())
+    False
+    """
+    for module in model.modules():
+        if isinstance(module, Attention):
+            d = module.query.in_features
+            for linear in (module.query, module.key, module.value, module.out):
+                _normal(linear, (2 / (5 * d if how == "small" else 2 * d)) ** 0.5)
+        elif isinstance(module, FeedForward | Convolution):
+            for linear in (module.inner, module.outer):
+                _normal(linear, (2 / (linear.in_features + linear.out_features)) ** 0.5)
+    for stack in [module for module in model.modules() if isinstance(module, Stack) and how in ("ds", "fixup")]:
+        residuals = sum(2 if layer.cross is None else 3 for layer in stack.layers)  # type: ignore[reportArgumentType]
+        for number, layer in enumerate(stack.layers, 1):
+            for block in (layer.attention, layer.cross, layer.feedforward):
+                if isinstance(block, Attention):
+                    first, last = (block.query, block.key, block.value), block.out
+                elif isinstance(block, FeedForward | Convolution):
+                    first, last = (block.inner,), block.outer
+                else:
+                    continue
+                for linear in (*first, last):
+                    linear.weight.data.mul_(number**-0.5 if how == "ds" else 0.0 if linear is last else residuals**-0.5)
+
+
+def _normal(linear: nn.Linear, std: float) -> None:
+    nn.init.normal_(linear.weight, 0, std)
+    nn.init.zeros_(linear.bias)

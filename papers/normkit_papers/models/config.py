@@ -42,10 +42,10 @@ class Model:
     """Specs for some modules: name pattern (decoder.*, *.final_norm), then spec; the first match counts."""
     placement: Literal["pre", "post"] = "pre"
     """Norm before each block, or after the residual addition."""
-    attention: Literal["dot", "rotary", "multilinear", "relative", "lightconv", "dynamicconv"] = "dot"
+    attention: Literal["dot", "rotary", "multilinear", "relative", "dynamicconv"] = "dot"
     """Self-attention by scaled dot products. In a language model also with rotary positions; multi-linear over
-    max_length words (tensorized Transformer); by distances and with carried memory (Transformer-XL). Or a lightweight
-    or dynamic convolution."""
+    max_length words (tensorized Transformer); by distances and with carried memory (Transformer-XL). Or a dynamic
+    convolution."""
     kernels: tuple[int, ...] = (3, 7, 15, 31)
     """Tokens that each layer's convolution reads, odd; the last number holds for all further layers."""
     memory: Natural = 0
@@ -64,8 +64,8 @@ class Model:
     """LSTM: channels of the last layer; None: width. The others have `hidden`."""
     weight_drop: Below1 = 0.0
     """LSTM: dropout of recurrent weights."""
-    init: Literal["xavier", "small", "ds", "fixup", "t-fixup"] = "xavier"
-    """Initialization: Xavier, SmallInit of the attention, or smaller with depth (DS-Init, Fixup, T-Fixup)."""
+    init: Literal["xavier", "small", "ds", "fixup"] = "xavier"
+    """Initialization: Xavier, SmallInit of the attention, or smaller with depth (DS-Init, Fixup)."""
     fixnorm: bool = False
     """Word vectors of length one."""
     tie: bool = True

@@ -1,7 +1,7 @@
 """Blocks that mix the tokens of a text in place of dot-product attention.
 
-Attention with relative positions and memory (Transformer-XL, Dai et al. 2019), lightweight and dynamic convolutions
-(Wu et al. 2019), multi-linear attention (tensorized Transformer, Ma et al. 2019). Each has the method `mix` of
+Attention with relative positions and memory (Transformer-XL, Dai et al. 2019), dynamic convolutions (Wu et al. 2019),
+multi-linear attention (tensorized Transformer, Ma et al. 2019). Each has the method `mix` of
 `blocks.Attention`.
 """
 
@@ -74,27 +74,24 @@ class Convolution(nn.Module):
     """Weighted sums over neighbouring tokens, in place of self-attention.
 
     A linear map with a gated linear unit comes first, another linear map last. The channels of a head share their
-    weights, a softmax over the `kernel` positions: learned numbers (lightweight), or, if `dynamic`, a linear function
-    of the token at hand. Dropout of these weights is DropConnect. Positions outside of the sentence, and padding, are
-    zeros, as in fairseq.
+    weights, a softmax over the `kernel` positions of a linear function of the token at hand. Dropout of these weights
+    is DropConnect. Positions outside of the sentence, and padding, are zeros, as in fairseq.
 
     Args:
         width: Channels.
         heads: Groups of channels with weights of their own.
         kernel: Positions in a sum, an odd number.
-        dynamic: Compute the weights from each token.
         dropout: Fraction of weights that a training step sets to zero.
 
-    >>> Convolution(8, heads=2, kernel=3, dynamic=True, dropout=0.1)(torch.zeros(2, 5, 8))[0].shape
+    >>> Convolution(8, heads=2, kernel=3, dropout=0.1)(torch.zeros(2, 5, 8))[0].shape
     torch.Size([2, 5, 8])
     """
 
-    def __init__(self, width: int, heads: int, kernel: int, dynamic: bool, dropout: float):
+    def __init__(self, width: int, heads: int, kernel: int, dropout: float):
         super().__init__()
         self.heads, self.kernel = heads, kernel
         self.inner, self.outer = nn.Linear(width, 2 * width), nn.Linear(width, width)
-        taps = heads * kernel
-        self.taps = nn.Linear(width, taps, bias=False) if dynamic else nn.Parameter(torch.zeros(taps))
+        self.taps = nn.Linear(width, heads * kernel, bias=False)
         self.dropout = nn.Dropout(dropout)
 
     def mix(
@@ -119,14 +116,12 @@ class Convolution(nn.Module):
             The output, and what a causal call for the next tokens takes as `past`.
         """
         y = F.glu(self.inner(x), -1)
-        logits = self.taps(y) if isinstance(self.taps, nn.Linear) else self.taps
-        weights = self.dropout(logits.unflatten(-1, (self.heads, self.kernel)).softmax(-1))
+        weights = self.dropout(self.taps(y).unflatten(-1, (self.heads, self.kernel)).softmax(-1)).transpose(1, 2)
         y = y if real is None else y.masked_fill(~real[..., None], 0)
         seen = y if past is None else torch.cat([past, y], 1)
         before, after = (self.kernel - 1, 0) if causal else (self.kernel // 2, self.kernel // 2)
         padded = F.pad(seen, (0, 0, before - (seen.shape[1] - y.shape[1]), after))
-        band = _band(weights.expand(len(y), y.shape[1], -1, -1).transpose(1, 2))
-        mixed = (band @ padded.unflatten(2, (self.heads, -1)).transpose(1, 2)).transpose(1, 2).flatten(2)
+        mixed = (_band(weights) @ padded.unflatten(2, (self.heads, -1)).transpose(1, 2)).transpose(1, 2).flatten(2)
         return self.outer(mixed), seen[:, max(0, seen.shape[1] - self.kernel + 1) :]
 
 

@@ -5,9 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from normkit_papers.models.blocks import PAD, Cache, Embedding, Output, Stack, place_norms
+from normkit_papers.models.blocks import PAD, Cache, Embedding, Output, Stack, initialize, place_norms
 from normkit_papers.models.config import Model
-from normkit_papers.models.initialize import initialize
 
 LEAST = -1e9  # score of a masked word; finite, so that label smoothing stays finite
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from normkit.norms import LayerNorm
 from normkit_papers.models.blocks import place_norms, sinusoids
 from normkit_papers.models.config import Model
+from normkit_papers.models.torchvision_ops import load_torchvision
 
 SPLITS = ((7, 4, 2), (3, 2, 1), (3, 2, 1))  # window, stride and padding of each soft split: 224 to 56, 28, 14 a side
 STRIDE = 16  # of all splits together
@@ -15,7 +16,7 @@ STD = 0.02  # of all matrices at the start
 
 
 class T2TViT(nn.Module):
-    """Soft splits with performers between them, a class token, and Transformer layers.
+    """Soft splits with performers between them, a class token, and timm's Transformer layers.
 
     A final norm and a linear layer of the class token follow.
 
@@ -35,6 +36,9 @@ class T2TViT(nn.Module):
         token_width: int = 64,
     ):  # fmt: skip
         super().__init__()
+        load_torchvision()
+        from timm.models.vision_transformer import Block
+
         if config.image_size % STRIDE:
             raise ValueError(f"image_size of T2T-ViT must be a multiple of {STRIDE}; got {config.image_size}")
         self.image_size = config.image_size
@@ -47,7 +51,9 @@ class T2TViT(nn.Module):
         count = (config.image_size // STRIDE) ** 2 + 1
         self.register_buffer("positions", sinusoids(count, width), persistent=False)
         drops = torch.linspace(0, config.layer_drop, depth).tolist()
-        self.layers = nn.ModuleList(Layer(width, heads, ratio * width, drop) for drop in drops)
+        self.layers = nn.Sequential(
+            *(Block(width, heads, ratio, drop_path=drop, norm_layer=nn.LayerNorm) for drop in drops)
+        )
         self.final_norm = LayerNorm(width)
         self.head = nn.Linear(width, classes)
         nn.init.trunc_normal_(self.class_token, std=STD)
@@ -71,9 +77,7 @@ class T2TViT(nn.Module):
         window, stride, padding = SPLITS[2]
         x = self.project(F.unfold(x, window, stride=stride, padding=padding).transpose(1, 2))
         x = torch.cat([self.class_token.expand(len(x), -1, -1), x], 1) + self.positions
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.final_norm(x)[:, 0])
+        return self.head(self.final_norm(self.layers(x))[:, 0])
 
 
 class Performer(nn.Module):
@@ -114,30 +118,3 @@ class Performer(nn.Module):
             query = (logs[1] - logs[1].detach().amax(2, True)).exp()
             mixed = query @ (key.transpose(1, 2) @ value.to(wide))
             return (mixed / (query @ key.sum(1)[..., None]).clamp(min=1e-8)).to(value.dtype)
-
-
-class Layer(nn.Module):
-    """Attention and feed-forward block with GELU, each in a residual behind its norm."""
-
-    def __init__(self, width: int, heads: int, hidden: int, drop_path: float):
-        super().__init__()
-        self.heads, self.drop_path = heads, drop_path
-        self.norm1 = LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width)
-        self.norm2 = LayerNorm(width)
-        self.inner, self.outer = nn.Linear(width, hidden), nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`x [B, N, width]`."""
-        query, key, value = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-        x = x + self._dropped(self.out(mixed))
-        return x + self._dropped(self.outer(F.gelu(self.inner(self.norm2(x)))))
-
-    def _dropped(self, x: Tensor) -> Tensor:
-        """Drop path: nothing for some images of the batch, the more for the others."""
-        if not (self.training and self.drop_path):
-            return x
-        keep = torch.rand(len(x), 1, 1, device=x.device) >= self.drop_path
-        return x * keep / (1 - self.drop_path)

@@ -6,7 +6,6 @@ registered here in plain PyTorch, where torchvision's own did not load.
 
 import functools
 import importlib
-import logging
 import sys
 from types import ModuleType
 from typing import Any
@@ -14,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SCHEMAS = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    (
-        "roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width, "
-        "int sampling_ratio, bool aligned) -> Tensor"
-    ),
-)
+SCHEMAS = {
+    "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "roi_align": "(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width, "
+    "int sampling_ratio, bool aligned) -> Tensor",
+}
 LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
 
 
@@ -30,15 +27,10 @@ def load_torchvision() -> ModuleType:
     """Return the package torchvision.
 
     Raises:
-        ModuleNotFoundError: If torchvision is missing; the message names what to install.
+        ModuleNotFoundError: If torchvision is missing.
     """
     try:
         torchvision = importlib.import_module("torchvision")
-    except ModuleNotFoundError as error:
-        if error.name != "torchvision":
-            raise
-        needed = "this needs torchvision: pip install 'normkit-papers[vision]'"
-        raise ModuleNotFoundError(needed, name=error.name) from None
     except RuntimeError as error:
         if "torchvision::nms" not in str(error):
             raise
@@ -48,26 +40,20 @@ def load_torchvision() -> ModuleType:
         torchvision = importlib.import_module("torchvision")
     if not torchvision.extension._has_ops():  # other code may have declared them, which lets the import pass
         _declare()
-        _register()
+        for key in ("CPU", "CUDA"):
+            LIBRARY.impl("nms", nms, key)
+        LIBRARY.impl("roi_align", roi_align, "CompositeImplicitAutograd")
+        for name in ("torchvision.ops.boxes", "torchvision.ops.roi_align"):
+            module: Any = importlib.import_module(name)
+            module._has_ops, module._assert_has_ops = lambda: True, lambda: None
     return torchvision
 
 
 def _declare() -> None:
     """Declare the operators that are not there."""
-    for schema in SCHEMAS:
-        if not hasattr(torch.ops.torchvision, schema.split("(")[0]):
-            LIBRARY.define(schema)
-
-
-def _register() -> None:
-    """Let torchvision call the operators of this file."""
-    for key in ("CPU", "CUDA"):
-        LIBRARY.impl("nms", nms, key)
-    LIBRARY.impl("roi_align", roi_align, "CompositeImplicitAutograd")
-    for name in ("torchvision.ops.boxes", "torchvision.ops.roi_align"):
-        module: Any = importlib.import_module(name)
-        module._has_ops, module._assert_has_ops = lambda: True, lambda: None
-    logging.getLogger("normkit").info("torchvision has no compiled operators here: nms and roi_align in plain PyTorch")
+    for name, schema in SCHEMAS.items():
+        if not hasattr(torch.ops.torchvision, name):
+            LIBRARY.define(f"{name}{schema}")
 
 
 def torchvision_operators() -> str:
@@ -97,14 +83,9 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
 
 
 def roi_align(
-    input: Tensor,
-    rois: Tensor,
-    spatial_scale: float,
-    pooled_height: int,
-    pooled_width: int,
-    sampling_ratio: int,
+    input: Tensor, rois: Tensor, spatial_scale: float, pooled_height: int, pooled_width: int, sampling_ratio: int,
     aligned: bool,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the mean of bilinear samples in each cell of a grid over each box (He et al. 2017).
 
     Samples, and which of them are outside, separate into rows and columns, so that a box costs two matrix products.

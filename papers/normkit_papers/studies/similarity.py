@@ -9,7 +9,8 @@ from normkit_papers.study import Study, expand, seeds
 from normkit_papers.train.folder import load
 from normkit_papers.train.source import open_task
 
-LAYERS = ("*norm*", "*.out", "*.outer")  # norms, attention and feed-forward blocks of our vision models
+LAYERS = ("*norm1", "*norm2", "*final_norm", "*.out", "*.outer", "*.attn.proj", "*.mlp.fc2")
+"""Norms, attention and feed-forward blocks of T2T-ViT."""
 IMAGES, BATCH = 1000, 125
 
 
@@ -26,7 +27,7 @@ def add_similarity(study: Study, scale: str, out: Path) -> None:
             if seed in references and _is_done(folder) and "cka" not in read_run(folder).quantities:
                 reference, other = load(references[seed]), load(folder)
                 images = open_task(other).test_images(IMAGES, BATCH)
-                found = cka(reference.model, images, other.model, LAYERS)
+                found = cka(reference.model, other.model, images, LAYERS)
                 Appender(folder / FILE)(found.rows(other.run.steps))
 
 

@@ -7,13 +7,11 @@ from torch import Tensor, nn
 
 from normkit._util import pick
 from normkit_papers.data.vocab import BOS, SPECIAL, Vocab
-from normkit_papers.models.classifiers import classifier
+from normkit_papers.models.classifiers import TinyViT, classifier
 from normkit_papers.models.config import Model
 from normkit_papers.models.detection import detector
-from normkit_papers.models.lm import DecoderLM
-from normkit_papers.models.lstm import LSTMLM
+from normkit_papers.models.lm import LSTMLM, DecoderLM
 from normkit_papers.models.mt import Seq2Seq
-from normkit_papers.models.vit import TinyViT
 from normkit_papers.tasks import TASKS
 
 Vocabularies = Mapping[str, Vocab]

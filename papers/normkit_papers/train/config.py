@@ -319,8 +319,6 @@ class ImageRun(Run):
     """Fine-tuning: learning rate of all parameters but the head's, as a fraction of lr."""
     ema: Below1 = 0.0
     """Decay of a moving average of the weights, which is scored and saved; 0 for none."""
-    broken: Literal["skip", "refuse"] = "skip"
-    """Unreadable images and unexpected counts: skip and count them, or stop."""
     workers: Natural = 0
     """Processes that read and augment; 0 uses the training process."""
 
@@ -345,8 +343,6 @@ class DetectionRun(Run):
     """Batches of images of similar aspect ratio."""
     weights: str = ""
     """Weights of the backbone to start from, a safetensors file or a run folder."""
-    broken: Literal["skip", "refuse"] = "skip"
-    """Unreadable images and unusable boxes: skip and count them, or stop."""
     workers: Natural = 0
     """Processes that read and augment; 0 uses the training process."""
     valid_items: Natural = 500

@@ -12,8 +12,7 @@ from torch import nn
 
 from normkit._util import truncate, write_whole
 from normkit_papers import results
-from normkit_papers.data.subwords import vocabulary
-from normkit_papers.data.vocab import Vocab
+from normkit_papers.data.vocab import Vocab, vocabulary
 from normkit_papers.report.settings import flat
 from normkit_papers.train.build import Vocabularies, build_model
 from normkit_papers.train.config import Run

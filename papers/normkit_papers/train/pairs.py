@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch.nn.functional as F
 
-from normkit_papers.data.batches import batches_of
-from normkit_papers.data.ragged import Ragged
+from normkit_papers.data.batches import Ragged, batches_of
 from normkit_papers.data.vocab import BOS, PAD
 from normkit_papers.train.task import Batch
 

@@ -86,11 +86,9 @@ def corpus(run: TranslationRun | LanguageRun, on_stage: OnStage) -> Reader:
 def images(run: ImageRun, on_stage: OnStage) -> Reader:
     """Find a data set of images with classes, or a folder of images."""
     find_images(run.data)
-    return functools.partial(
-        read_images, run.data, held_out=run.images.held_out, refuse=run.broken == "refuse", on_stage=on_stage
-    )
+    return functools.partial(read_images, run.data, held_out=run.images.held_out, on_stage=on_stage)
 
 
 def annotated_images(run: DetectionRun, on_stage: OnStage) -> Callable[[], SceneData]:
     """Find a data set of images with boxes, or a folder of them."""
-    return find_scenes(run.data, run.broken)
+    return find_scenes(run.data)

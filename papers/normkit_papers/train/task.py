@@ -162,11 +162,9 @@ class Task(lightning.LightningModule):
             endless: The batches never end, so an empty batch is an error and not skipped.
 
         Raises:
-            ValueError: If a batch is empty, or for the first error message with `broken=refuse`.
+            ValueError: If a batch is empty.
         """
         for batch, broken in found:
-            if broken and self.settings.broken == "refuse":
-                raise ValueError(f"{broken[0]}; repair or remove it, or use --broken skip")
             self.broken.update(broken)
             if batch.words:
                 yield batch

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from normkit_papers.data.batches import batches_of, endless
-from normkit_papers.data.subwords import spell
-from normkit_papers.data.vocab import PAD, Vocab
+from normkit_papers.data.vocab import PAD, Vocab, spell
 from normkit_papers.tasks import perplexity
 from normkit_papers.train.decode import Search, beam_search, greedy
 from normkit_papers.train.pairs import PairTable, spread
