@@ -68,7 +68,7 @@ def list_() -> int:
 
 def train(arguments: list[str]) -> int:
     """Train a recipe; every setting of a run is a flag: papers train RECIPE [--SETTING VALUE ...]."""
-    from normkit_papers.studies.catalogue import RECIPES
+    from normkit_papers.recipes import RECIPES
     from normkit_papers.study import warm
 
     if not arguments or arguments[0].startswith("-"):
@@ -89,7 +89,7 @@ def train(arguments: list[str]) -> int:
         """Train this many seeds, from --seed on; of several, each in a folder seed-N."""
 
     given = tyro.cli(Given, args=arguments[1:], prog=f"papers train {arguments[0]}", default=Given(default),
-                     description=recipe.__doc__)  # fmt: skip
+                     description=recipe.description)  # fmt: skip
     run, folder = warm(given.run, automatic=True), given.out or Path("runs") / given.run.name
     if given.seeds < 1:
         raise ValueError(f"--seeds must be at least 1; got {given.seeds}")

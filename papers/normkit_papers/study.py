@@ -123,8 +123,8 @@ class Study:
         seeds: Runs of each cell, unless the command gives another number.
         script: Command that measures the study's numbers, for a study without runs of its own.
 
-    >>> from normkit_papers.recipes import g2p_cmudict
-    >>> base = {"pocket": Base("toy", g2p_cmudict, {"steps": 10})}
+    >>> from normkit_papers.recipes import RECIPES
+    >>> base = {"pocket": Base("toy", RECIPES["g2p_cmudict"], {"steps": 10})}
     >>> rows = (Row("LN", {}), Row("UN", {"model.norm": "un"}))
     >>> study = Study(id="toy", title="Toy", columns=(Column(title="PER", metric="per", base=base),), rows=rows)
     >>> [str(cell.folder) for cell in expand(study, "pocket")]
@@ -218,8 +218,8 @@ def expand(study: Study, scale: str, only: Sequence[str] = ()) -> list[Cell]:
 def override(run: Run, settings: Settings) -> Run:
     """Replace some settings of a run.
 
-    >>> from normkit_papers.recipes import g2p_cmudict
-    >>> run = override(g2p_cmudict(), {"model.norm": "un", "warmup": Times(2)})
+    >>> from normkit_papers.recipes import RECIPES
+    >>> run = override(RECIPES["g2p_cmudict"](), {"model.norm": "un", "warmup": Times(2)})
     >>> run.model.norm, run.warmup
     ('un', 1000)
     """
@@ -280,8 +280,8 @@ def warmed(spec: str, warmup: int, automatic: bool = False) -> str:
 def warm(run: Run, automatic: bool = False) -> Run:
     """Apply `warmed` to all norms.
 
-    >>> from normkit_papers.recipes import g2p_cmudict
-    >>> run = override(g2p_cmudict(), {"model.norm": "un", "model.norm_at": {"*.final": "mabn(warmup=9)"}})
+    >>> from normkit_papers.recipes import RECIPES
+    >>> run = override(RECIPES["g2p_cmudict"](), {"model.norm": "un", "model.norm_at": {"*.final": "mabn(warmup=9)"}})
     >>> warm(run).model.norm, warm(run).model.norm_at
     ('un(warmup=500)', {'*.final': 'mabn(warmup=9)'})
     """
@@ -292,8 +292,8 @@ def warm(run: Run, automatic: bool = False) -> Run:
 def folder_name(base: Run, run: Run) -> str:
     """Name a run's folder by its norm and the other settings that differ from its base.
 
-    >>> from normkit_papers.recipes import g2p_cmudict
-    >>> base = g2p_cmudict()
+    >>> from normkit_papers.recipes import RECIPES
+    >>> base = RECIPES["g2p_cmudict"]()
     >>> folder_name(base, override(base, {"model.norm": "power(groups=0)", "model.placement": "post"}))
     'power-groups=0,placement=post'
     """

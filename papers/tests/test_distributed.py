@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from forked import Program, free_port
-from normkit_papers.studies.catalogue import RECIPES
+from normkit_papers.recipes import RECIPES
 from normkit_papers.train import callback as callbacks
 from normkit_papers.train.distributed_env import is_rank_zero
 from normkit_papers.train.lightning import make_trainer

@@ -10,8 +10,9 @@ import pytest
 from forked import Program
 from normkit_papers import results
 from normkit_papers.cli import COMMANDS, main
+from normkit_papers.recipes import RECIPES
 from normkit_papers.studies import demo as demo_module
-from normkit_papers.studies.catalogue import RECIPES, STUDIES
+from normkit_papers.studies.catalogue import STUDIES
 from normkit_papers.study import Base, Column, Row, Study
 from normkit_papers.train.folder import checkpoints, load
 

@@ -13,7 +13,7 @@ from normkit_papers.data.embedded import SOURCES
 from normkit_papers.data.images import IMAGE_SETS
 from normkit_papers.data.scenes import SCENE_SETS
 from normkit_papers.models.config import Model
-from normkit_papers.studies.catalogue import RECIPES
+from normkit_papers.recipes import RECIPES
 from normkit_papers.tasks import TASKS
 from normkit_papers.train.build import build_model
 from normkit_papers.train.config import DigitsRun, G2PRun

@@ -11,10 +11,11 @@ from forked import Program
 from joblib.externals.loky import reusable_executor
 from normkit_papers import results
 from normkit_papers.metrics import STUDY_METRICS, validation_metrics
+from normkit_papers.recipes import RECIPES
 from normkit_papers.report import verdicts
 from normkit_papers.report.verdicts import AGREES, DISAGREES, INCOMPLETE, UNDECIDED
 from normkit_papers.studies import rows, runner, similarity, table
-from normkit_papers.studies.catalogue import OF_PAPERS, RECIPES, STUDIES
+from normkit_papers.studies.catalogue import OF_PAPERS, STUDIES
 from normkit_papers.study import SCALES, Base, Column, Row, Study, Times, expand, override, seeded, seeds, warmed
 from normkit_papers.train.folder import locked
 from rich.console import Console

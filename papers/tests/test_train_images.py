@@ -12,7 +12,7 @@ from normkit_papers.data.images import ImageData, ImageSplit, read_images
 from normkit_papers.data.vocab import Vocab
 from normkit_papers.models.classifiers import classifier
 from normkit_papers.models.config import Model
-from normkit_papers.studies.catalogue import RECIPES
+from normkit_papers.recipes import RECIPES
 from normkit_papers.train import images as task_images
 from normkit_papers.train.config import ImageRun, Images
 from normkit_papers.train.folder import load

@@ -14,7 +14,7 @@ from normkit_papers.data.subwords import Subwords
 from normkit_papers.data.vocab import PAD
 from normkit_papers.models.config import Model
 from normkit_papers.models.mt import Seq2Seq
-from normkit_papers.studies.catalogue import RECIPES
+from normkit_papers.recipes import RECIPES
 from normkit_papers.train import translation
 from normkit_papers.train.config import TranslationRun
 from normkit_papers.train.folder import checkpoints, load

@@ -5,7 +5,7 @@ a batch are those of short or of long sentences, while running statistics are of
 the same number of tokens show which part of the gap, and of BatchNorm's loss, the data pipeline causes.
 """
 
-from normkit_papers.recipes import CMUDICT, MULTI30K
+from normkit_papers.bases import CMUDICT, MULTI30K
 from normkit_papers.study import Bases, Row, Settings, Study, columns
 
 NORMS = ("batch", "pnv", "mabn", "power(groups=1)", "un", "layer")

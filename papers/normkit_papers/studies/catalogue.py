@@ -1,28 +1,12 @@
 """Tables of recipes and studies, by name, and which of them this machine can run."""
 
-import inspect
-from collections.abc import Callable
-
-from normkit_papers import recipes
-from normkit_papers.powernorm import language_models
-from normkit_papers.powernorm import recipes as power_recipes
 from normkit_papers.powernorm import tables as power
+from normkit_papers.recipes import RECIPES
 from normkit_papers.studies import bucketing, core, warmup
 from normkit_papers.study import PAPERS, SCALES, Study, expand
-from normkit_papers.tears import recipes as tears_recipes
 from normkit_papers.tears import tables as tears
 from normkit_papers.train.config import Run
-from normkit_papers.unified import detectors
-from normkit_papers.unified import recipes as unified_recipes
 from normkit_papers.unified import tables as unified
-
-RECIPES: dict[str, Callable[[], Run]] = {
-    name: function
-    for module in (recipes, power_recipes, language_models, tears_recipes, unified_recipes, detectors)
-    for name, function in vars(module).items()
-    if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
-}
-"""By name: the public functions of these modules."""
 
 STUDIES: dict[str, Study] = {
     study.id: study
@@ -58,12 +42,12 @@ def recipe_rows() -> tuple[list[list[str]], dict[str, str]]:
     missing: dict[str, str] = {}
     lines = []
     for name, recipe in RECIPES.items():
-        run, about = recipe(), str(recipe.__doc__)
+        run = recipe()
         if why := lacking(run):
             missing[run.data] = why
-        gpu = "GPU" in about.partition("Cost:")[2].partition(".")[0] and not _has_gpu()
+        gpu = "GPU" in recipe.cost and not _has_gpu()
         state = f"lacks {run.data}" if why else "needs a GPU" if gpu else "runs here"
-        lines.append([name, state, about.splitlines()[0]])
+        lines.append([name, state, recipe.about])
     return lines, missing
 
 

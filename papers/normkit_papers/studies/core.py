@@ -2,12 +2,23 @@
 
 import dataclasses
 
-from normkit_papers.powernorm.recipes import IWSLT14_LONG, PTB, RESNET20, RESNET20_HOUR
-from normkit_papers.recipes import CMUDICT, MULTI30K, MULTI30K_HOUR, WIKITEXT2
+from normkit_papers.bases import (
+    CIFAR10,
+    CIFAR10_SWIN,
+    CMUDICT,
+    IWSLT14_LONG,
+    IWSLT14_UN,
+    MULTI30K,
+    MULTI30K_HOUR,
+    PTB,
+    RESNET20,
+    RESNET20_HOUR,
+    TED,
+    TED_LONG,
+    WIKITEXT2,
+)  # fmt: skip
 from normkit_papers.study import Column, Row, Settings, Study, Times, columns, norm_rows
-from normkit_papers.tears.recipes import TED, TED_LONG
 from normkit_papers.tears.tables import DECAY
-from normkit_papers.unified.recipes import CIFAR10, CIFAR10_SWIN, IWSLT14_UN
 
 AUTOMATIC = norm_rows("un(warmup='auto')", "power(groups=0, warmup='auto')", "power(groups=1, warmup='auto')")
 CORE = (

@@ -7,13 +7,9 @@ where its own warm-up ends, they do not.
 
 import dataclasses
 
-from normkit_papers.powernorm.recipes import IWSLT14, PTB_SHORT, RESNET20
-from normkit_papers.recipes import CMUDICT, MULTI30K
+from normkit_papers.bases import CIFAR10, CMUDICT, IWSLT14, MASK_RCNN, MULTI30K, PTB_SHORT, RESNET20, TED
 from normkit_papers.studies.core import CMUDICT_CORE, IWSLT14_CORE, MULTI30K_CORE, PTB_CORE, THIRD
 from normkit_papers.study import Base, Column, Settings, Study, norm_rows, override, with_options
-from normkit_papers.tears.recipes import TED
-from normkit_papers.unified.detectors import MASK_RCNN
-from normkit_papers.unified.recipes import CIFAR10
 
 TIMES = (3, 10)  # warm-ups of statistics, relative to that of the learning rate
 

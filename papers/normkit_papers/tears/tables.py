@@ -2,8 +2,8 @@
 
 from types import MappingProxyType
 
+from normkit_papers.bases import IWSLT15_VI, TED, WMT14_DE
 from normkit_papers.study import Bases, Column, Row, Settings, Study, Times, columns
-from normkit_papers.tears.recipes import IWSLT15_VI, TED, WMT14_DE
 
 POST, PRE = {"model.placement": "post"}, {"model.placement": "pre"}
 XAVIER, SMALL = {"model.init": "xavier"}, {"model.init": "small"}

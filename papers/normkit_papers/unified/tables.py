@@ -1,8 +1,19 @@
 """Unified Normalization (Yang et al., 2022): Tables 1 to 10, Figures 1 and 3 to 6."""
 
+from normkit_papers.bases import (
+    CIFAR10,
+    CIFAR100,
+    FASTER_RCNN,
+    FASTER_RCNN_12,
+    IMAGENET_SWIN,
+    IMAGENET_T2T,
+    IWSLT14_UN,
+    MASK_RCNN,
+    MASK_RCNN_12,
+    T2T,
+    WMT14_FR,
+)  # fmt: skip
 from normkit_papers.study import Bases, Column, Row, Settings, Study, columns, with_options
-from normkit_papers.unified.detectors import FASTER_RCNN, FASTER_RCNN_12, MASK_RCNN, MASK_RCNN_12
-from normkit_papers.unified.recipes import CIFAR10, CIFAR100, IMAGENET_SWIN, IMAGENET_T2T, IWSLT14_UN, T2T, WMT14_FR
 
 PAPER_WARMUP = 4000  # of UN's statistics, where the learning rate warms up over 6000
 
