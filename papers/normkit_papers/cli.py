@@ -50,7 +50,7 @@ def demo(
 
     started, runs = time.monotonic(), made.runs(norms, out, steps, seed, bucketing)
     status = train_all(runs, _typed("demo"), processes)
-    scored = [folder for folder in runs if (folder / results.FILE).is_file() and results.read(folder)["scores"]]
+    scored = [folder for folder in runs if results.exists(folder) and results.read(folder)["scores"]]
     if scored:
         _write("folding and timing")
         made.fold_and_time(scored)
@@ -107,16 +107,18 @@ def _train(runs: Mapping[Path, Any], out: Path, resume: bool) -> int:
     from normkit_papers.studies.runner import describe, progress_bars
     from normkit_papers.train.run import train as train_run
 
-    found: dict[Path, Any] = {}
-    announce = _announcer(_write)
+    found, told = dict[Path, Any](), set[str]()
     with _interruptible() as signals, progress_bars(Console()) as bars:
         for folder, run in runs.items():
             row = bars.add_task(run.name, state="")
 
             def on_progress(progress: Any, run: Any = run, row: Any = row) -> bool:
-                bars.update(row, **describe(progress))
-                if not bars.console.is_terminal:  # as into a file
-                    announce(run.name, progress)
+                shown = describe(progress)
+                bars.update(row, **shown)
+                tenth = f"{run.name} {progress.stage} {10 * progress.step // progress.steps}"
+                if not bars.console.is_terminal and tenth not in told:  # as into a file
+                    told.add(tenth)
+                    _write(f"{run.name}: step {progress.step:,} of {progress.steps:,}, {shown['state']}")
                 return bool(signals)
 
             if signals:
@@ -168,7 +170,7 @@ def study(
     runner.expand(chosen, scale, only)  # checks the names
     if show:
         found, path = rows.known(chosen, scale, out)
-        _write(table.text(table.build(chosen, scale, found)))
+        _write_table(table.build(chosen, scale, found))
         _write(f"from {path}" if path else f"no run at scale {scale} yet, neither in {out} nor in the kept results")
         return 0
     if scale not in chosen.scales:
@@ -206,6 +208,7 @@ def _run_studies(
     names: Sequence[str], scale: str, seeds: int | None, only: Sequence[str], out: Path, processes: int, ray: str | None
 ) -> int:
     """Train what is left of some studies, print their tables and write the page."""
+    from normkit_papers import results
     from normkit_papers.report import page, verdicts
     from normkit_papers.studies import rows, runner, table
     from normkit_papers.studies.catalogue import STUDIES
@@ -228,11 +231,22 @@ def _run_studies(
     verdicts.add(made, built.values())
     for each in chosen:
         folders = [f for cell in expand(each, scale) for f in seeds_of(out / cell.folder).values()]
-        page.add_study(made, built[each.id], [folder for folder in dict.fromkeys(folders) if runner.has_result(folder)])
+        page.add_study(made, built[each.id], list(filter(results.exists, dict.fromkeys(folders))))
         if len(chosen) == 1:
-            _write(table.text(built[each.id]))
+            _write_table(built[each.id])
     _write(f"report: {made.write(out / (f'{names[0]}.html' if len(names) == 1 else 'report.html'))}")
     return _failed(status)
+
+
+def _write_table(made: Any) -> None:
+    """Print the table of a study, and whether it agrees with the paper's claim."""
+    from normkit_papers.report import verdicts
+    from normkit_papers.studies import table
+
+    _write(table.text(made))
+    if made.study.id in verdicts.RULES:
+        verdict, rules = verdicts.judge(made)
+        _write("\n".join([f"Verdict: {verdict}.", *(f"  {rule}" for rule in rules)]))
 
 
 def report(
@@ -293,20 +307,6 @@ def translate(run: tyro.conf.Positional[Path]) -> int:
     return 0
 
 
-def pronounce(run: tyro.conf.Positional[Path], words: tyro.conf.Positional[tuple[str, ...]]) -> int:
-    """Print the sounds of words, predicted by a model of the demo.
-
-    Args:
-        run: Folder of the run.
-        words: Words, of letters and apostrophes.
-    """
-    from normkit_papers.inference import translate_lines
-
-    for word, sounds in zip(words, translate_lines(run, words), strict=True):
-        _write(f"{word}  {sounds}")
-    return 0
-
-
 def fold(run: tyro.conf.Positional[Path], out: Path) -> int:
     """Fold the norms of a run away, and verify in float64 that its outputs stay.
 
@@ -315,13 +315,9 @@ def fold(run: tyro.conf.Positional[Path], out: Path) -> int:
         out: Folder for the folded run.
     """
     from normkit_papers.train.fold_run import fold_run
-    from normkit_papers.train.folder import load, save
+    from normkit_papers.train.folder import load
 
-    _check_new(out)
-    folded, found = fold_run(load(run))
-    save(out, folded)
-    _write(f"{found}\nsaved to {out}")
-    return 0
+    return _save(out, lambda: fold_run(load(run)))
 
 
 def calibrate(run: tyro.conf.Positional[Path], out: Path, batches: int | None = None) -> int:
@@ -332,14 +328,10 @@ def calibrate(run: tyro.conf.Positional[Path], out: Path, batches: int | None = 
         out: Folder for the calibrated run.
         batches: Training batches; by default as many as training uses for its calibrated scores.
     """
-    from normkit_papers.train.calibrate_run import calibrate_run
-    from normkit_papers.train.folder import load, save
+    from normkit_papers.train.fold_run import calibrate_run
+    from normkit_papers.train.folder import load
 
-    _check_new(out)
-    calibrated, found = calibrate_run(load(run), batches)
-    save(out, calibrated)
-    _write(f"{found}\nsaved to {out}")
-    return 0
+    return _save(out, lambda: calibrate_run(load(run), batches))
 
 
 def remove_norms(
@@ -378,9 +370,8 @@ def remove_norms(
 
 
 def use(arguments: list[str]) -> int:
-    """Use a trained run: translate lines, pronounce words, fold its norms, calibrate its statistics."""
-    actions = {"translate": translate, "pronounce": pronounce, "fold": fold, "calibrate": calibrate}
-    return _dispatch(actions, arguments, "papers use")
+    """Use a trained run: translate lines, fold its norms, calibrate its statistics."""
+    return _dispatch({"translate": translate, "fold": fold, "calibrate": calibrate}, arguments, "papers use")
 
 
 COMMANDS: dict[str, Callable[..., int]] = {
@@ -481,10 +472,16 @@ def _failed(status: Mapping[Path, str]) -> int:
     return 1 if bad else 0
 
 
-def _check_new(out: Path) -> None:
-    """Raise a ValueError if a folder has files."""
+def _save(out: Path, make: Callable[[], tuple[Any, object]]) -> int:
+    """Save a run that is made of another one into an empty folder, and print the report."""
+    from normkit_papers.train.folder import save
+
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out {out} is not an empty folder; name another one")
+    made, found = make()
+    save(out, made)
+    _write(f"{found}\nsaved to {out}")
+    return 0
 
 
 @contextlib.contextmanager
@@ -503,21 +500,6 @@ def _interruptible() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _announcer(write: Callable[[str], object]) -> Callable[[str, Any], None]:
-    """Return a callback that writes the progress of a run, at most once for each tenth of a stage."""
-    from normkit_papers.studies.runner import describe
-
-    written = set[str]()
-
-    def announce(name: str, progress: Any) -> None:
-        tenth = f"{name} {progress.stage} {10 * progress.step // max(progress.steps, 1)}"
-        if tenth not in written:
-            written.add(tenth)
-            write(f"{name}: step {progress.step:,} of {progress.steps:,}, {describe(progress)['state']}")
-
-    return announce
 
 
 def _complain(text: str, status: int = BAD_INPUT) -> int:

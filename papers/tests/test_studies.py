@@ -295,13 +295,6 @@ def test_quantities_are_summarized_by_depth_and_by_time():
     }  # fmt: skip
 
 
-def test_the_order_of_rows_is_compared_with_the_papers(tmp_path):
-    put(expand(TOY, "pocket")[0], tmp_path)
-    put(expand(TOY, "pocket")[2], tmp_path, seed=3)
-    assert "of 1 pairs, ours order 1 as the paper" in table.agreement(built(TOY, tmp_path), 0)
-    assert table.agreement(built(TOY, tmp_path), 1) is None
-
-
 # -- verdicts ---------------------------------------------------------------------------------------------------------
 
 
