@@ -22,6 +22,9 @@ MULTI30K_HOUR = _bases(
     pocket=("multi30k.de-en.hour", "mt_multi30k", {"steps": 10_000, "warmup": 1000, "valid_every": 2000}),
 )
 WIKITEXT2 = _bases(pocket=("wikitext-2", "lm_wikitext2"))
+ROTARY = _bases(pocket=("pydoc.rotary", "lm_rotary"))
+_SUBWORDS: Settings = {"data": "wikitext-2", "subwords": 2000, "model.dropout": 0.0}
+ROTARY_WIKITEXT2 = _bases(pocket=("wikitext-2.rotary", "lm_rotary", _SUBWORDS))
 
 # -- PowerNorm --------------------------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ def demo(tmp_path_factory):
     out, recipe, fold = tmp_path_factory.mktemp("demo"), RECIPES["g2p_cmudict"](), demo_module.fold_and_time
     small = dataclasses.replace(recipe, test_items=20, valid_items=20, batch_tokens=100)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo_module, "g2p_cmudict", lambda: small)
+        patch.setitem(RECIPES, "g2p_cmudict", lambda: small)
         patch.setattr(demo_module, "fold_and_time", lambda folders: fold(folders, rounds=3))
         assert main(["demo", "--norms", "layer", "un", "--steps", "12", "--processes", "1", "--out", str(out)]) == 0
     return out

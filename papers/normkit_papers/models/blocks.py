@@ -60,14 +60,41 @@ class Attention(nn.Module):
         self, x: Tensor, pair: tuple[Tensor, Tensor], mask: Tensor | None = None, causal: bool = False
     ) -> Tensor:
         """Attend where `mask` is True, broadcast to `[batch, heads, time, source]`."""
+        return self.attend(self._split(self.query(x)), pair, mask, causal)
+
+    def attend(self, query: Tensor, pair: tuple[Tensor, Tensor], mask: Tensor | None, causal: bool) -> Tensor:
+        """Attend from queries that are split into heads."""
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(
-            self._split(self.query(x)), *pair, attn_mask=mask, dropout_p=dropout, is_causal=causal
-        )
+        mixed = F.scaled_dot_product_attention(query, *pair, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+class RotaryAttention(Attention):
+    """Attention by dot products of queries and keys that are rotated by their position (Su et al. 2021, Eq. 34)."""
+
+    def mix(
+        self, x: Tensor, past: tuple[Tensor, ...] | None, real: Tensor | None, mask: Tensor | None, causal: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Attend to `x` and the tokens before it; see `Attention.mix`. Keys are kept rotated."""
+        start = past[0].shape[2] if past else 0
+        key, value = self.project(x)
+        query, key = _rotate(self._split(self.query(x)), start), _rotate(key, start)
+        if past:
+            key, value = torch.cat([past[0], key], 2), torch.cat([past[1], value], 2)
+        return self.attend(query, (key, value), mask, causal), (key, value)
+
+
+def _rotate(x: Tensor, start: int) -> Tensor:
+    """Rotate the pairs `(i, i + half)` of the channels of `x [..., time, channels]`; the first is at `start`."""
+    half = x.shape[-1] // 2
+    rates = 10_000 ** (-torch.arange(half, device=x.device) / half)
+    angles = torch.arange(start, start + x.shape[-2], device=x.device)[:, None] * rates
+    sine, cosine = angles.sin().to(x.dtype), angles.cos().to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
 
 
 class FeedForward(nn.Module):
@@ -88,6 +115,8 @@ def _mixer(config: Model, kernel: int) -> Attention | MultiLinear | RelativeAtte
     width, dropout = config.width, config.attention_dropout
     if config.attention == "dot":
         return Attention(width, config.heads, dropout)
+    if config.attention == "rotary":
+        return RotaryAttention(width, config.heads, dropout)
     if config.attention == "multilinear":
         return MultiLinear(width, config.rank, config.max_length, dropout, config.cores)
     if config.attention == "relative":
@@ -202,7 +231,7 @@ class Embedding(nn.Module):
         self.table = Adaptive(words, config.width, config.adaptive) if config.adaptive else _table(config, words, pad)
         self.dropout, self.word_dropout = nn.Dropout(config.dropout), config.word_dropout
         positions = sinusoids(config.max_length, config.width)
-        if config.attention in ("multilinear", "relative"):  # they have positions of their own
+        if config.attention in ("rotary", "multilinear", "relative"):  # they have positions of their own
             positions.zero_()
         self.register_buffer("positions", positions, persistent=False)
 

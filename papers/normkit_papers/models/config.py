@@ -42,9 +42,10 @@ class Model:
     """Specs for some modules: name pattern (decoder.*, *.final_norm), then spec; the first match counts."""
     placement: Literal["pre", "post"] = "pre"
     """Norm before each block, or after the residual addition."""
-    attention: Literal["dot", "multilinear", "relative", "lightconv", "dynamicconv"] = "dot"
-    """Self-attention by scaled dot products. In a language model also multi-linear over max_length words (tensorized
-    Transformer), or by distances and with carried memory (Transformer-XL). Or a lightweight or dynamic convolution."""
+    attention: Literal["dot", "rotary", "multilinear", "relative", "lightconv", "dynamicconv"] = "dot"
+    """Self-attention by scaled dot products. In a language model also with rotary positions; multi-linear over
+    max_length words (tensorized Transformer); by distances and with carried memory (Transformer-XL). Or a lightweight
+    or dynamic convolution."""
     kernels: tuple[int, ...] = (3, 7, 15, 31)
     """Tokens that each layer's convolution reads, odd; the last number holds for all further layers."""
     memory: Natural = 0
@@ -94,6 +95,8 @@ class Model:
         odd = bool(self.kernels) and all(kernel % 2 and kernel > 0 for kernel in self.kernels)
         require(odd, "kernels", self.kernels, "odd numbers above 0")
         require(not (self.adaptive and self.fixnorm), "fixnorm", self.fixnorm, "False with adaptive embeddings")
+        rotary = self.attention == "rotary" and self.width // self.heads % 2
+        require(not rotary, "heads", self.heads, f"such that each has an even part of width={self.width} for rotary")
         relative = self.attention == "relative"
         require(relative or not self.memory, "memory", self.memory, "0 without attention=relative")
 

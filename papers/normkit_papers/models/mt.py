@@ -30,7 +30,7 @@ class Seq2Seq(nn.Module):
             raise ValueError(
                 f"share=True needs one vocabulary; got {source_vocab} source and {target_vocab} target words"
             )
-        if config.adaptive or config.attention in ("multilinear", "relative"):
+        if config.adaptive or config.attention in ("rotary", "multilinear", "relative"):
             raise ValueError("adaptive embeddings, multi-linear and relative attention are for language models")
         self.config = config
         self.target_embedding = Embedding(config, target_vocab, PAD)

@@ -2,21 +2,7 @@
 
 import dataclasses
 
-from normkit_papers.bases import (
-    CIFAR10,
-    CIFAR10_SWIN,
-    CMUDICT,
-    IWSLT14_LONG,
-    IWSLT14_UN,
-    MULTI30K,
-    MULTI30K_HOUR,
-    PTB,
-    RESNET20,
-    RESNET20_HOUR,
-    TED,
-    TED_LONG,
-    WIKITEXT2,
-)  # fmt: skip
+from normkit_papers import bases
 from normkit_papers.study import Column, Row, Settings, Study, Times, columns, norm_rows
 from normkit_papers.tears.tables import DECAY
 
@@ -54,7 +40,7 @@ MULTI30K_CORE = Study(
     title="norms in translation, Multi30k De-En",
     note=WARM_UP,
     rows=(*CORE, FIXED, FIXED_UN, *SCALED, *OTHERS),
-    columns=columns(MULTI30K, _scores("bleu")),
+    columns=columns(bases.MULTI30K, _scores("bleu")),
 )
 
 MULTI30K_LONG = Study(
@@ -70,7 +56,7 @@ MULTI30K_LONG = Study(
         *AUTOMATIC,
         *(Row(f"{norm}, shuffled", {"model.norm": norm, "bucketing": False}) for norm in ("layer", "batch")),
     ),
-    columns=columns(MULTI30K_HOUR, _scores("bleu")),
+    columns=columns(bases.MULTI30K_HOUR, _scores("bleu")),
 )
 
 IWSLT14_CORE = Study(
@@ -78,7 +64,7 @@ IWSLT14_CORE = Study(
     title="norms in translation, IWSLT14 De-En",
     rows=(*CORE, *OTHERS),
     note=f"{THIRD} {WARM_UP}",
-    columns=columns(IWSLT14_UN, _scores("bleu") | VALID),
+    columns=columns(bases.IWSLT14_UN, _scores("bleu") | VALID),
 )
 
 GERMAN_LONG = Study(
@@ -86,7 +72,7 @@ GERMAN_LONG = Study(
     title="norms in translation, 5,000 steps, IWSLT14 De-En",
     rows=(CORE[0], FIXED, AUTOMATIC[0], FIXED_UN, *SCALED),
     note=THIRD,
-    columns=columns(IWSLT14_LONG, _scores("bleu") | VALID),
+    columns=columns(bases.IWSLT14_LONG, _scores("bleu") | VALID),
 )
 
 PTB_CORE = Study(
@@ -97,7 +83,7 @@ PTB_CORE = Study(
         *(row for row in CORE if row.label in ("layer", "batch", "pnv", "power(groups=1)", "un(warmup=auto)")),
         *BY_HAND,
     ),
-    columns=columns(PTB, {"test perplexity": "perplexity", **VALID, "test, calibrated": "perplexity calibrated"}),
+    columns=columns(bases.PTB, {"test perplexity": "perplexity", **VALID, "test, calibrated": "perplexity calibrated"}),
 )
 
 WIKITEXT2_CORE = Study(
@@ -105,7 +91,20 @@ WIKITEXT2_CORE = Study(
     title="norms in a language model, WikiText-2",
     note=WARM_UP,
     rows=norm_rows("layer", "un"),
-    columns=columns(WIKITEXT2, {"test perplexity": "perplexity", **VALID}),
+    columns=columns(bases.WIKITEXT2, {"test perplexity": "perplexity", **VALID}),
+)
+
+LANGUAGE_MODELS = Study(
+    id="core.language-models",
+    title="norms in language models of today's kind, with AdamW and Muon at three learning rates, Python reference",
+    note=f"Muon trains the matrices of the blocks, AdamW the rest, at one learning rate. {WARM_UP}",
+    rows=norm_rows("layer", "rms", "un", "power(groups=0)", "dyt", "derf"),
+    columns=tuple(
+        Column(title=f"{title}, {lr}", metric="perplexity", base=bases.ROTARY, settings={**way, "lr": float(lr)})
+        for title, way in (("AdamW", {}), ("Muon", {"optimizer": "muon"}))
+        for lr in ("1e-3", "3e-3", "1e-2")
+    ),
+    seeds=3,
 )
 
 NO_WARMUP: dict[str, Settings] = {"gpu": DECAY, "paper": {**DECAY, "lr": 3e-4}}  # pocket keeps its cosine
@@ -124,7 +123,7 @@ GALICIAN_CORE = Study(
         for init in ("xavier", "small")
     ),
     columns=tuple(
-        Column(title=f"{title}, {start}", metric=metric, base=TED["gl"], settings=settings, at=at)
+        Column(title=f"{title}, {start}", metric=metric, base=bases.TED["gl"], settings=settings, at=at)
         for title, metric in (("BLEU", "bleu"), ("valid perplexity", "perplexity valid"))
         for start, settings, at in (("warm-up", {}, {}), ("none", {"warmup": 0, "lr": Times(0.607)}, NO_WARMUP))
     ),
@@ -139,7 +138,7 @@ GALICIAN_LONG = Study(
         *(row for row in MULTI30K_LONG.rows if "shuffled" not in row.label and row.label != "un"),
         Row("pnv + FixNorm + scale loss", {"model.norm": "pnv", "model.fixnorm": True, "scale_loss": 0.1}),
     ),
-    columns=columns(TED_LONG, _scores("bleu") | VALID),
+    columns=columns(bases.TED_LONG, _scores("bleu") | VALID),
 )
 
 CMUDICT_CORE = Study(
@@ -147,7 +146,7 @@ CMUDICT_CORE = Study(
     title="norms from spelling to sound, CMU Pronouncing Dictionary",
     note=WARM_UP,
     rows=(*CORE, *OTHERS),
-    columns=columns(CMUDICT, _scores("per")),
+    columns=columns(bases.CMUDICT, _scores("per")),
 )
 
 IMAGES = (
@@ -164,8 +163,8 @@ CIFAR10_CORE = Study(
     f" {WARM_UP}",
     rows=IMAGES,
     columns=(
-        *columns(CIFAR10, {"ViT": "accuracy", "ViT, calibrated": "accuracy calibrated"}),
-        *columns(RESNET20, {"ResNet-20": "accuracy", "ResNet-20, calibrated": "accuracy calibrated"}),
+        *columns(bases.CIFAR10, {"ViT": "accuracy", "ViT, calibrated": "accuracy calibrated"}),
+        *columns(bases.RESNET20, {"ResNet-20": "accuracy", "ResNet-20, calibrated": "accuracy calibrated"}),
     ),
 )
 
@@ -176,7 +175,7 @@ RESNET20_LONG = Study(
         "layer", "batch", "pnv", "un(outlier_filtration=True, warmup='auto')", "power(groups=0, warmup='auto')",
         "mabn(warmup='auto')",
     ),
-    columns=columns(RESNET20_HOUR, {"accuracy": "accuracy", "accuracy, calibrated": "accuracy calibrated"}),
+    columns=columns(bases.RESNET20_HOUR, {"accuracy": "accuracy", "accuracy, calibrated": "accuracy calibrated"}),
 )  # fmt: skip
 
 CIFAR10_SPEED = Study(
@@ -186,7 +185,7 @@ CIFAR10_SPEED = Study(
     rows=IMAGES,
     columns=tuple(
         Column(title=f"{name}, {title}", metric=metric, base={"gpu": base["gpu"]})
-        for name, base in (("T2T-ViT-14", CIFAR10), ("Swin-T", CIFAR10_SWIN))
+        for name, base in (("T2T-ViT-14", bases.CIFAR10), ("Swin-T", bases.CIFAR10_SWIN))
         for title, metric in (("accuracy", "accuracy"), ("minutes to 80%", "minutes to 80%"))
     ),
 )

@@ -81,10 +81,10 @@ class Run:
     # optimizer and loss
     lr: Positive = 3e-3
     """Peak learning rate."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """AdamW, or SGD with momentum."""
+    optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
+    """AdamW, SGD with momentum, or Muon for the matrices of the blocks with AdamW for all others."""
     momentum: Below1 = 0.9
-    """Momentum of SGD."""
+    """Momentum of SGD and Muon."""
     betas: tuple[Below1, Below1] = (0.9, 0.98)
     """Betas of AdamW."""
     weight_decay: NotNegative = 0.0

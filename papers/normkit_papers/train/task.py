@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from normkit.models import calibrate, scale_loss
 from normkit.norms import StatNorm
 from normkit_papers.train.lightning import lightning
+from normkit_papers.train.muon import MuonWithAdamW
 from normkit_papers.train.parallel import all_gather, shard
 from normkit_papers.train.schedules import Schedule
 
@@ -118,6 +119,8 @@ class Task(lightning.LightningModule):
         fused = run.precision != "16-mixed"  # Lightning clips there, which it does not allow for fused optimizers
         if run.optimizer == "sgd":
             optimizer = torch.optim.SGD(groups, lr=run.lr, momentum=run.momentum, fused=fused)
+        elif run.optimizer == "muon":
+            optimizer = MuonWithAdamW(self.model, run.lr, run.momentum, run.betas, run.weight_decay)
         else:
             optimizer = torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, fused=fused)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": Schedule(optimizer, run), "interval": "step"}}

@@ -1,18 +1,6 @@
 """Unified Normalization (Yang et al., 2022): Tables 1 to 10, Figures 1 and 3 to 6."""
 
-from normkit_papers.bases import (
-    CIFAR10,
-    CIFAR100,
-    FASTER_RCNN,
-    FASTER_RCNN_12,
-    IMAGENET_SWIN,
-    IMAGENET_T2T,
-    IWSLT14_UN,
-    MASK_RCNN,
-    MASK_RCNN_12,
-    T2T,
-    WMT14_FR,
-)  # fmt: skip
+from normkit_papers import bases
 from normkit_papers.study import Bases, Column, Row, Settings, Study, columns, with_options
 
 PAPER_WARMUP = 4000  # of UN's statistics, where the learning rate warms up over 6000
@@ -38,8 +26,8 @@ TABLE1 = Study(
     title="BLEU of translation on the tests of IWSLT14 De-En and WMT14 En-Fr",
     claim="UN equals LN and is the best of the norms that fold; BN loses 4 to 5 points.",
     columns=(
-        Column(title="IWSLT14", metric="bleu", base=IWSLT14_UN),
-        Column(title="WMT14 En-Fr", metric="bleu", base=WMT14_FR),
+        Column(title="IWSLT14", metric="bleu", base=bases.IWSLT14_UN),
+        Column(title="WMT14 En-Fr", metric="bleu", base=bases.WMT14_FR),
     ),
     rows=(
         Row("LN", LN, ("35.3", "40.0")),
@@ -83,10 +71,10 @@ TABLE2 = Study(
     claim="UN is the best of the norms that fold; MABN and PN* fail on T2T-ViT-14.",
     note=POCKET_VIT,
     columns=(
-        Column(title="Swin-T ImageNet", metric="accuracy", base=IMAGENET_SWIN),
-        Column(title="T2T-ViT-14 ImageNet", metric="accuracy", base=IMAGENET_T2T),
-        Column(title="T2T-ViT-14 CIFAR10", metric="accuracy", base=CIFAR10),
-        Column(title="T2T-ViT-14 CIFAR100", metric="accuracy", base=CIFAR100),
+        Column(title="Swin-T ImageNet", metric="accuracy", base=bases.IMAGENET_SWIN),
+        Column(title="T2T-ViT-14 ImageNet", metric="accuracy", base=bases.IMAGENET_T2T),
+        Column(title="T2T-ViT-14 bases.CIFAR10", metric="accuracy", base=bases.CIFAR10),
+        Column(title="T2T-ViT-14 bases.CIFAR100", metric="accuracy", base=bases.CIFAR100),
     ),
     rows=(
         Row("LN", LN, ("81.3", "81.5", "98.3", "88.4")),
@@ -102,7 +90,7 @@ TABLE3 = Study(
     title="average precision of Faster R-CNN with Swin-T on COCO val2017 after 36 epochs",
     claim="UN is 0.3 below LN and above all other norms that fold.",
     note=POCKET_COCO,
-    columns=_detection(FASTER_RCNN, "box"),
+    columns=_detection(bases.FASTER_RCNN, "box"),
     rows=(
         Row("LN", LN, ("45.5", "67.5", "50.2", "31.5", "48.8", "58.4")),
         Row("BN, folds", BN, ("44.6", "66.8", "48.9", "30.4", "48.0", "57.8")),
@@ -117,7 +105,7 @@ TABLE4 = Study(
     title="average precision of Mask R-CNN with Swin-T on COCO val2017 after 36 epochs, boxes and masks",
     claim="UN is close to LN, for boxes and for masks.",
     note=POCKET_COCO,
-    columns=_detection(MASK_RCNN, "box", "mask"),
+    columns=_detection(bases.MASK_RCNN, "box", "mask"),
     rows=(
         Row("LN", LN, _figures("46.0 68.1 50.3 31.2 49.2 60.1 41.6 65.1 44.9 25.9 45.1 56.9")),
         Row("BN, folds", BN, _figures("44.9 67.2 49.0 29.6 48.4 58.3 40.8 64.0 43.8 24.9 44.4 55.3")),
@@ -137,7 +125,7 @@ TABLE5 = Study(
     title="parts of UN left out, average precision of Mask R-CNN with Swin-T on COCO val2017 after 12 epochs",
     claim="Each part adds something.",
     note=f"{PARTS} {POCKET_COCO}",
-    columns=columns(MASK_RCNN_12, {"box AP": "box AP", "mask AP": "mask AP"}),
+    columns=columns(bases.MASK_RCNN_12, {"box AP": "box AP", "mask AP": "mask AP"}),
     rows=(
         _un("1: GM, AM, alpha", ("42.8", "39.2"), **FILTERED),
         _un("2: AM, alpha", ("42.2", "38.8"), window=1, window_bkw=4, **FILTERED),
@@ -171,11 +159,11 @@ TABLE7 = Study(
     claim="Without filtration training fails, except for Swin-T on ImageNet.",
     note=POCKET_COCO,
     columns=(
-        Column(title="T2T-ViT-14 ImageNet", metric="accuracy", base=IMAGENET_T2T),
-        Column(title="Swin-T ImageNet", metric="accuracy", base=IMAGENET_SWIN),
-        Column(title="Faster RCNN box AP", metric="box AP", base=FASTER_RCNN_12),
-        Column(title="Mask RCNN box AP", metric="box AP", base=MASK_RCNN_12),
-        Column(title="Mask RCNN mask AP", metric="mask AP", base=MASK_RCNN_12),
+        Column(title="T2T-ViT-14 ImageNet", metric="accuracy", base=bases.IMAGENET_T2T),
+        Column(title="Swin-T ImageNet", metric="accuracy", base=bases.IMAGENET_SWIN),
+        Column(title="Faster RCNN box AP", metric="box AP", base=bases.FASTER_RCNN_12),
+        Column(title="Mask RCNN box AP", metric="box AP", base=bases.MASK_RCNN_12),
+        Column(title="Mask RCNN mask AP", metric="mask AP", base=bases.MASK_RCNN_12),
     ),
     rows=(
         _un("with", ("80.9", "81.0", "42.2", "42.8", "39.2"), **FILTERED),
@@ -206,7 +194,7 @@ TABLE9 = Study(
     title="parts of UN left out, BLEU on the test of IWSLT14 De-En",
     claim="Without momentum in the backward training breaks down; the geometric mean is worth 0.9.",
     note=PARTS,
-    columns=(Column(title="IWSLT14", metric="bleu", base=IWSLT14_UN),),
+    columns=(Column(title="IWSLT14", metric="bleu", base=bases.IWSLT14_UN),),
     rows=(
         _un("1: GM, AM, alpha", ("35.4",)),
         _un("2: AM, alpha", ("34.5",), window=1, window_bkw=4),
@@ -222,9 +210,9 @@ TABLE10 = Study(
     claim="COCO does not mind; translation fails at 0.6.",
     note=POCKET_COCO,
     columns=(
-        Column(title="box AP", metric="box AP", base=MASK_RCNN_12, options=FILTERED),
-        Column(title="mask AP", metric="mask AP", base=MASK_RCNN_12, options=FILTERED),
-        Column(title="IWSLT14 BLEU", metric="bleu", base=IWSLT14_UN),
+        Column(title="box AP", metric="box AP", base=bases.MASK_RCNN_12, options=FILTERED),
+        Column(title="mask AP", metric="mask AP", base=bases.MASK_RCNN_12, options=FILTERED),
+        Column(title="IWSLT14 BLEU", metric="bleu", base=bases.IWSLT14_UN),
     ),
     rows=tuple(
         _un(f"alpha = {alpha}", printed, alpha=alpha)
@@ -243,9 +231,9 @@ FIGURE1 = Study(
     claim="Other norms that fold learn less well or crash; UN follows LN.",
     note=f"{POCKET_VIT} {POCKET_COCO}",
     columns=(
-        Column(title="IWSLT14, valid perplexity", metric="perplexity valid", base=IWSLT14_UN),
-        Column(title="T2T-ViT-14", metric="accuracy", base={**CIFAR10, **IMAGENET_T2T}, options=FILTERED),
-        Column(title="Swin-T", metric="box AP", base=MASK_RCNN, options=FILTERED),
+        Column(title="IWSLT14, valid perplexity", metric="perplexity valid", base=bases.IWSLT14_UN),
+        Column(title="T2T-ViT-14", metric="accuracy", base={**bases.CIFAR10, **bases.IMAGENET_T2T}, options=FILTERED),
+        Column(title="Swin-T", metric="box AP", base=bases.MASK_RCNN, options=FILTERED),
     ),
     rows=(
         Row("LN", LN),
@@ -260,7 +248,7 @@ FIGURE3 = Study(
     id="un.figure3",
     title="PNAC, channels whose statistics look normal over iterations, of activations and gradients",
     claim="Activations lose normality in the course of training, gradients hardly.",
-    columns=columns(IWSLT14_UN, {"activations": "pnac_activation", "gradients": "pnac_gradient"}),
+    columns=columns(bases.IWSLT14_UN, {"activations": "pnac_activation", "gradients": "pnac_gradient"}),
     rows=(Row("MABN", MABN), _un("UN")),
 )
 
@@ -270,7 +258,7 @@ FIGURE4 = Study(
     claim="The range of activation statistics grows with depth and training; outliers pull the arithmetic mean, not the"
     " geometric.",
     columns=columns(
-        IWSLT14_UN,
+        bases.IWSLT14_UN,
         {
             "activation, largest / median": "channel_activation outliers",
             "its arithmetic mean": "channel_activation_am outliers",
@@ -287,7 +275,7 @@ FIGURE5 = Study(
     seeds=3,
     columns=tuple(
         Column(title=f"{model}, {part}", metric=f"filtered {part}", base=base)
-        for model, base in (("Swin-T", MASK_RCNN), ("IWSLT14", IWSLT14_UN))
+        for model, base in (("Swin-T", bases.MASK_RCNN), ("IWSLT14", bases.IWSLT14_UN))
         for part in ("shallow", "deep", "early", "late")
     ),
     rows=(_un("UN", outlier_filtration=True),),
@@ -300,6 +288,8 @@ FIGURE6 = Study(
     note="CKA on 1,000 test images, of norms, attention and feed-forward blocks. `papers report --figure un.figure6`"
     " draws the maps. At pocket scale the model reads 4 tokens of CIFAR-10 for 0.7 epochs, which is"
     " no evidence on the similarity after 310 epochs on ImageNet.",
-    columns=columns(T2T, {"all layers": "cka", "first third of the layers": "cka shallow", "accuracy": "accuracy"}),
+    columns=columns(
+        bases.T2T, {"all layers": "cka", "first third of the layers": "cka shallow", "accuracy": "accuracy"}
+    ),
     rows=(Row("LN", LN), Row("BN", BN), _un("UN", outlier_filtration=True)),
 )
