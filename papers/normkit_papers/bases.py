@@ -15,11 +15,10 @@ def _bases(**scales: tuple[Any, ...]) -> Bases:
 
 CMUDICT = _bases(pocket=("cmudict", "g2p_cmudict", {"steps": 3600, "warmup": 360}))
 MULTI30K = _bases(
-    pocket=("multi30k.de-en", "mt_multi30k"),
-    gpu=("multi30k.de-en", "mt_multi30k", {"steps": 8000, "warmup": 800}),
+    pocket=("multi30k.de-en", "mt_multi30k"), gpu=("multi30k.de-en", "mt_multi30k", {"steps": 8000, "warmup": 800})
 )
 MULTI30K_HOUR = _bases(
-    pocket=("multi30k.de-en.hour", "mt_multi30k", {"steps": 10_000, "warmup": 1000, "valid_every": 2000}),
+    pocket=("multi30k.de-en.hour", "mt_multi30k", {"steps": 10_000, "warmup": 1000, "valid_every": 2000})
 )
 WIKITEXT2 = _bases(pocket=("wikitext-2", "lm_wikitext2"))
 ROTARY = _bases(pocket=("pydoc.rotary", "lm_rotary"))
@@ -34,7 +33,7 @@ IWSLT14 = _bases(
     paper=("iwslt14.de-en", "mt_iwslt14"),
 )
 IWSLT14_LONG = _bases(
-    pocket=("iwslt14.de-en.long", "mt_iwslt14_pocket", {"steps": 5000, "warmup": 500, "valid_every": 1000}),
+    pocket=("iwslt14.de-en.long", "mt_iwslt14_pocket", {"steps": 5000, "warmup": 500, "valid_every": 1000})
 )
 WMT14_DE_BIG = _bases(paper=("wmt14.en-de.big", "mt_wmt14_de"))
 PTB = _bases(

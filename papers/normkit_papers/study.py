@@ -47,7 +47,7 @@ Bases = Mapping[str, Base]
 """Bases of one column by scale. A scale without an entry has not been run: the table shows the paper's figures."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Column:
     """A column of a table: one metric of some runs.
 
@@ -97,7 +97,7 @@ class Row:
 
 def columns(base: Bases, metrics: Mapping[str, str]) -> tuple[Column, ...]:
     """Columns of the same runs: metrics by title."""
-    return tuple(Column(title=title, metric=metric, base=base) for title, metric in metrics.items())
+    return tuple(Column(title, metric, base) for title, metric in metrics.items())
 
 
 def norm_rows(*specs: str) -> tuple[Row, ...]:
@@ -126,7 +126,7 @@ class Study:
     >>> from normkit_papers.recipes import RECIPES
     >>> base = {"pocket": Base("toy", RECIPES["g2p_cmudict"], {"steps": 10})}
     >>> rows = (Row("LN", {}), Row("UN", {"model.norm": "un"}))
-    >>> study = Study(id="toy", title="Toy", columns=(Column(title="PER", metric="per", base=base),), rows=rows)
+    >>> study = Study(id="toy", title="Toy", columns=(Column("PER", "per", base),), rows=rows)
     >>> [str(cell.folder) for cell in expand(study, "pocket")]
     ['pocket/toy/layer', 'pocket/toy/un']
     """

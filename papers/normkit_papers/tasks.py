@@ -41,8 +41,6 @@ class TaskSpec:
     """`LightningModule(run, model, data)` that trains and scores."""
     model: str
     """`(config, vocabularies) -> nn.Module`."""
-    example: str
-    """`(config, vocabularies) -> tensors`: an input of the model, or of its `part`."""
     data: str
     """`(run, on_stage) -> reader`: checks that the data exists; calling the reader reads it."""
     metrics: tuple[Metric, ...]
@@ -54,7 +52,7 @@ class TaskSpec:
     part: str = ""
     """Submodule that contains the norms; empty for the whole model."""
 
-    def load(self, part: Literal["module", "model", "example", "data"]) -> Any:
+    def load(self, part: Literal["module", "model", "data"]) -> Any:
         """Import and return the code of a part.
 
         >>> TASKS["lm"].load("module").__name__
@@ -69,7 +67,6 @@ TASKS: dict[str, TaskSpec] = {
     "g2p": TaskSpec(
         module=f"{_TRAIN}.translation:Translation",
         model=f"{_TRAIN}.build:seq2seq",
-        example=f"{_TRAIN}.build:sentence_pairs",
         data=f"{_TRAIN}.source:sequences",
         metrics=(PER,),
         decided_by="beam",
@@ -77,7 +74,6 @@ TASKS: dict[str, TaskSpec] = {
     "mt": TaskSpec(
         module=f"{_TRAIN}.translation:MachineTranslation",
         model=f"{_TRAIN}.build:seq2seq",
-        example=f"{_TRAIN}.build:sentence_pairs",
         data=f"{_TRAIN}.source:corpus",
         metrics=(BLEU,),
         decided_by="beam",
@@ -85,14 +81,12 @@ TASKS: dict[str, TaskSpec] = {
     "lm": TaskSpec(
         module=f"{_TRAIN}.language:Language",
         model=f"{_TRAIN}.build:language_model",
-        example=f"{_TRAIN}.build:text",
         data=f"{_TRAIN}.source:corpus",
         metrics=(PERPLEXITY,),
     ),
     "digits": TaskSpec(
         module=f"{_TRAIN}.images:Classification",
         model=f"{_TRAIN}.build:digit_classifier",
-        example=f"{_TRAIN}.build:digits",
         data=f"{_TRAIN}.source:sequences",
         metrics=(ACCURACY,),
         unit="images",
@@ -100,7 +94,6 @@ TASKS: dict[str, TaskSpec] = {
     "images": TaskSpec(
         module=f"{_TRAIN}.images:ImageClassification",
         model=f"{_TRAIN}.build:image_classifier",
-        example=f"{_TRAIN}.build:images",
         data=f"{_TRAIN}.source:images",
         metrics=(ACCURACY,),
         unit="images",
@@ -108,7 +101,6 @@ TASKS: dict[str, TaskSpec] = {
     "detection": TaskSpec(
         module=f"{_TRAIN}.detection:Detection",
         model=f"{_TRAIN}.build:object_detector",
-        example=f"{_TRAIN}.build:one_image",
         data=f"{_TRAIN}.source:annotated_images",
         metrics=(BOX_AP, MASK_AP),
         unit="images",

@@ -51,13 +51,8 @@ def test_a_trained_model_is_not_calibrated_on_data_with_other_words(tmp_path):
 
 
 def test_a_short_run_is_calibrated_on_no_more_batches_than_it_was_trained_on(tmp_path):
-    run = Run(
-        name="toy",
-        task="g2p",
-        data=str(write_pairs(tmp_path)),
-        steps=3,
-        model=Model(width=16, hidden=16, depth=1, heads=2),
-    )
+    model = Model(width=16, hidden=16, depth=1, heads=2)
+    run = Run(name="toy", task="g2p", data=str(write_pairs(tmp_path)), steps=3, model=model)
     words = reader(run.data)().vocabularies
     model = build_model(run.task, run.model, words)
     tasks = [open_task(Loaded(dataclasses.replace(run, steps=steps), model, words)) for steps in (3, 10_000)]

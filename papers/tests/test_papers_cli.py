@@ -27,7 +27,7 @@ TOY = Study(
     id="toy",
     title="trained in moments",
     rows=(Row("LN", {}, ("81.3",)), Row("UN", {"model.norm": "un"}, ("81.0",))),
-    columns=(Column(title="digits", metric="accuracy", base={"pocket": Base("t", RECIPES["vit_digits"], FAST)}),),
+    columns=(Column("digits", "accuracy", {"pocket": Base("t", RECIPES["vit_digits"], FAST)}),),
 )
 
 

@@ -72,29 +72,6 @@ def test_a_batch_is_a_function_of_seed_and_number(settings):
     assert states[2] == random.getstate()
 
 
-def test_mixup_mixes_images_and_classes_by_one_share():
-    data = album()
-    plain, labels = shown(Images(crop="none", flip=0.0), data)
-    mixed, shares = shown(Images(crop="none", flip=0.0, mixup=0.8), data)
-    torch.testing.assert_close(shares.sum(1), torch.ones(8))
-    truth = torch.nn.functional.one_hot(labels, 3).float()
-    partner, partner_truth = plain.roll(1, 0), truth.roll(1, 0)
-    share = next(float(s[y]) for s, y, z in zip(shares, labels, labels.roll(1), strict=True) if y != z)
-    torch.testing.assert_close(mixed, share * plain + (1 - share) * partner, atol=1e-5, rtol=0)
-    torch.testing.assert_close(shares, share * truth + (1 - share) * partner_truth)
-
-
-def test_cutmix_class_share_is_the_area():
-    data = album()
-    plain, labels = shown(Images(crop="none", flip=0.0), data)
-    mixed, shares = shown(Images(crop="none", flip=0.0, cutmix=1.0), data)
-    foreign = (mixed != plain).any(1)
-    torch.testing.assert_close(mixed, torch.where(foreign[:, None], plain.roll(1, 0), plain), atol=0, rtol=0)
-    for item in range(8):
-        if labels[item] != labels[item - 1]:
-            assert float(shares[item, labels[item - 1]]) == pytest.approx(float(foreign[item].float().mean()), abs=1e-3)
-
-
 def test_loss_of_soft_classes_follows_the_formula():
     data = album()
     task = ImageClassification(dataclasses.replace(SMALL, images=Images(mixup=0.8)), classifier(TINY, 3), data)

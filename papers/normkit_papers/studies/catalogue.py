@@ -1,16 +1,13 @@
 """Tables of recipes and studies, by name, and which of them this machine can run."""
 
-from normkit_papers.powernorm import tables as power
 from normkit_papers.recipes import RECIPES
-from normkit_papers.studies import bucketing, core, warmup
-from normkit_papers.study import PAPERS, SCALES, Study, expand
-from normkit_papers.tears import tables as tears
+from normkit_papers.studies import core, powernorm, tears, unified, warmup
+from normkit_papers.study import PAPERS, Study, expand
 from normkit_papers.train.config import Run
-from normkit_papers.unified import tables as unified
 
 STUDIES: dict[str, Study] = {
     study.id: study
-    for module in (power, tears, unified, core, warmup, bucketing)
+    for module in (powernorm, tears, unified, core, warmup)
     for value in vars(module).values()
     for study in (value if isinstance(value, tuple) else (value,))
     if isinstance(study, Study)
@@ -53,26 +50,27 @@ def recipe_rows() -> tuple[list[list[str]], dict[str, str]]:
 
 def study_rows() -> tuple[list[list[str]], dict[str, str]]:
     """List the studies with their scales and if these can run here; and why data is missing, by its name."""
-    missing: dict[str, dict[str, str]] = {scale: {} for scale in SCALES}
     known: dict[tuple[str, str, str], str] = {}
     lines = []
     for name, study in STUDIES.items():
         scales: dict[str, list[str]] = {}  # by state
         for scale in study.scales:
-            runs = {cell.run.data: cell.run for cell in expand(study, scale)}
-            for run in runs.values():
-                key = (scale, run.task, run.data)
-                if key not in known:
-                    known[key] = lacking(run, scale == "paper")
-                if known[key]:
-                    missing[scale][run.data] = known[key]
-            absent = [each for each in runs if each in missing[scale]]
+            runs = {(scale, cell.run.task, cell.run.data): cell.run for cell in expand(study, scale)}
+            for key in runs.keys() - known.keys():
+                known[key] = lacking(runs[key], scale == "paper")
+            absent = list(dict.fromkeys(key[2] for key in runs if known[key]))
             lacks = f"lacks {absent[0] if len(absent) == 1 else f'{len(absent)} data sets'}"
-            state = f"in part, {lacks}" if 0 < len(absent) < len(runs) else lacks if absent else "runs here"
+            state = (
+                "runs here"
+                if not absent
+                else lacks
+                if len(absent) == len({key[2] for key in runs})
+                else f"in part, {lacks}"
+            )
             scales.setdefault(state if scale == "pocket" or _has_gpu() else "needs a GPU", []).append(scale)
         states = "; ".join(f"{', '.join(names)}: {state}" for state, names in scales.items())
         lines.append([name, states or f"measured by {study.script.split()[1]}", study.title])
-    return lines, {name: why for found in missing.values() for name, why in found.items()}
+    return lines, {data: why for (_, _, data), why in known.items() if why}
 
 
 def _has_gpu() -> bool:

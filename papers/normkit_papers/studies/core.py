@@ -3,8 +3,8 @@
 import dataclasses
 
 from normkit_papers import bases
-from normkit_papers.study import Column, Row, Settings, Study, Times, columns, norm_rows
-from normkit_papers.tears.tables import DECAY
+from normkit_papers.studies.tears import DECAY
+from normkit_papers.study import Bases, Column, Row, Settings, Study, Times, columns, norm_rows
 
 AUTOMATIC = norm_rows("un(warmup='auto')", "power(groups=0, warmup='auto')", "power(groups=1, warmup='auto')")
 CORE = (
@@ -100,7 +100,7 @@ LANGUAGE_MODELS = Study(
     note=f"Muon trains the matrices of the blocks, AdamW the rest, at one learning rate. {WARM_UP}",
     rows=norm_rows("layer", "rms", "un", "power(groups=0)", "dyt", "derf"),
     columns=tuple(
-        Column(title=f"{title}, {lr}", metric="perplexity", base=bases.ROTARY, settings={**way, "lr": float(lr)})
+        Column(f"{title}, {lr}", "perplexity", bases.ROTARY, settings={**way, "lr": float(lr)})
         for title, way in (("AdamW", {}), ("Muon", {"optimizer": "muon"}))
         for lr in ("1e-3", "3e-3", "1e-2")
     ),
@@ -123,7 +123,7 @@ GALICIAN_CORE = Study(
         for init in ("xavier", "small")
     ),
     columns=tuple(
-        Column(title=f"{title}, {start}", metric=metric, base=bases.TED["gl"], settings=settings, at=at)
+        Column(f"{title}, {start}", metric, bases.TED["gl"], settings=settings, at=at)
         for title, metric in (("BLEU", "bleu"), ("valid perplexity", "perplexity valid"))
         for start, settings, at in (("warm-up", {}, {}), ("none", {"warmup": 0, "lr": Times(0.607)}, NO_WARMUP))
     ),
@@ -184,8 +184,35 @@ CIFAR10_SPEED = Study(
     note=f"Minutes of training until validation accuracy reaches 80%. {WARM_UP}",
     rows=IMAGES,
     columns=tuple(
-        Column(title=f"{name}, {title}", metric=metric, base={"gpu": base["gpu"]})
+        Column(f"{name}, {title}", metric, {"gpu": base["gpu"]})
         for name, base in (("T2T-ViT-14", bases.CIFAR10), ("Swin-T", bases.CIFAR10_SWIN))
         for title, metric in (("accuracy", "accuracy"), ("minutes to 80%", "minutes to 80%"))
     ),
+)
+
+
+def _bucketing(id: str, data: str, metric: str, base: Bases) -> Study:
+    """Ask which part of BatchNorm's loss on text is due to batches of sentences of similar length.
+
+    Batch statistics are those of short or of long sentences then, while running statistics are of all sentences.
+    """
+    norms = ("batch", "pnv", "mabn", "power(groups=1)", "un", "layer")
+    ways: dict[str, Settings] = {"bucketed": {}, "shuffled": {"bucketing": False}}
+    distances = {"mean": "distance_mean", "variance": "distance_var", "quadratic mean": "distance_quadratic"}
+    return Study(
+        id=f"bucketing.{id}",
+        title=f"batches bucketed by length or shuffled, {data}",
+        note="The same number of symbols a batch. Distances are PowerNorm's Figure 2: batch against running statistics"
+        " of the first norm, median over the run.",
+        rows=tuple(Row(f"{norm}, {way}", {"model.norm": norm, **ways[way]}) for norm in norms for way in ways),
+        columns=(
+            *columns(base, {f"{metric.upper()} {kind}": f"{metric} {kind}" for kind in ("running", "calibrated")}),
+            *columns(base, {f"distance, {title}": name for title, name in distances.items()}),
+        ),
+    )
+
+
+BUCKETING = (
+    _bucketing("multi30k", "Multi30k De-En", "bleu", bases.MULTI30K),
+    _bucketing("cmudict", "CMU Pronouncing Dictionary", "per", bases.CMUDICT),
 )

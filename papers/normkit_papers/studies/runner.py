@@ -201,7 +201,7 @@ def _backend(run: Run, processes: int, ray: str | None) -> Iterator[int]:
 def describe(progress: Any) -> dict[str, Any]:
     """Reduce the progress of a run to what is shown: completed, total, and a text.
 
-    >>> from normkit_papers.train.progress import Progress
+    >>> from normkit_papers.train.callback import Progress
     >>> describe(Progress("training", 5, 10, 1.25))
     {'completed': 5, 'total': 10, 'state': 'loss 1.250'}
     """

@@ -31,10 +31,10 @@ def _study(id: str, data: str, base: Base, columns: tuple[Column, ...], options:
 
 
 WHOLE = "Ten times the learning rate's warm-up is the whole run: then un is pnv."
-VALID = Column(title="valid perplexity", metric="perplexity valid")
-BLEU = (Column(title="BLEU", metric="bleu"), Column(title="BLEU greedy", metric="bleu running"))
+VALID = Column("valid perplexity", "perplexity valid")
+BLEU = (Column("BLEU", "bleu"), Column("BLEU greedy", "bleu running"))
 ACCURACY = (
-    Column(title="accuracy", metric="accuracy"), Column(title="accuracy, calibrated", metric="accuracy calibrated"),
+    Column("accuracy", "accuracy"), Column("accuracy, calibrated", "accuracy calibrated"),
 )  # fmt: skip
 FILTERED: Settings = {"outlier_filtration": True}  # as the paper for images
 
@@ -48,6 +48,6 @@ WARMUPS = (
     _study("resnet20", "CIFAR-10, ResNet-20", RESNET20["pocket"], ACCURACY, FILTERED),
     _study(
         "pennfudan", "Penn-Fudan, Mask R-CNN", MASK_RCNN["pocket"],
-        (Column(title="box AP", metric="box AP"), Column(title="mask AP", metric="mask AP")), FILTERED,
+        (Column("box AP", "box AP"), Column("mask AP", "mask AP")), FILTERED,
     ),
 )  # fmt: skip

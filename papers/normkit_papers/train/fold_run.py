@@ -11,6 +11,7 @@ from normkit._util import format_spec
 from normkit.fold import Audit, Outcome, Report, audit, fold
 from normkit.norms import NoNorm, Norm, StatNorm, parse
 from normkit_papers.tasks import TASKS
+from normkit_papers.train.build import example_input
 from normkit_papers.train.config import Run
 from normkit_papers.train.folder import Loaded
 from normkit_papers.train.source import open_task
@@ -20,7 +21,7 @@ def audit_run(loaded: Loaded) -> Audit:
     """Predict the outcome of folding for each norm of a run's model."""
     run, model, vocabularies = loaded
     spec = TASKS[run.task]
-    found = audit(model.get_submodule(spec.part), *spec.load("example")(run.model, vocabularies))
+    found = audit(model.get_submodule(spec.part), *example_input(run, vocabularies))
     return dataclasses.replace(found, rows=_named(found.rows, spec.part))
 
 
@@ -36,7 +37,7 @@ def fold_run(loaded: Loaded) -> tuple[Loaded, Report]:
     if all(isinstance(norm, NoNorm) and norm.weight is norm.bias is None for norm in norms):
         raise ValueError(f"{run.name} has no norms left to fold")
     spec = TASKS[run.task]
-    part, report = fold(model.get_submodule(spec.part), *spec.load("example")(run.model, vocabularies))
+    part, report = fold(model.get_submodule(spec.part), *example_input(run, vocabularies))
     for outcome in report:
         if outcome.action in ("multiply-add", "add"):
             part.set_submodule(outcome.name, _as_norm(part.get_submodule(outcome.name)))

@@ -28,12 +28,12 @@ PAIRS = {"gl-en": TED["gl"], "sk-en": TED["sk"], "en-vi": IWSLT15_VI, "en-he": T
 
 
 def _pairs(metric: str) -> tuple[Column, ...]:
-    return tuple(Column(title=pair, metric=metric, base=base) for pair, base in PAIRS.items())
+    return tuple(Column(pair, metric, base) for pair, base in PAIRS.items())
 
 
 def _valid(title: str, settings: Settings, pocket: Settings = MappingProxyType({})) -> Column:
     at = {"pocket": pocket}
-    return Column(title=title, metric="bleu valid", base=IWSLT15_VI, settings=settings, at=at)
+    return Column(title, "bleu valid", IWSLT15_VI, settings=settings, at=at)
 
 
 TABLE2 = Study(
@@ -101,7 +101,7 @@ TABLE6 = Study(
     claim="With much data PostNorm is above PreNorm, and ScaleNorm with FixNorm equals LayerNorm.",
     note="At pocket scale attention starts by SmallInit: with Xavier PostNorm learns hardly anything in 2,000 steps"
     " (`core.ted-gl`: 1.1 BLEU, with SmallInit 2.4).",
-    columns=(Column(title="newstest2014", metric="bleu", base=WMT14_DE),),
+    columns=(Column("newstest2014", "bleu", WMT14_DE),),
     rows=(
         Row("PostNorm + LN, published", None, ("27.3",)),
         Row("PreNorm + LN", PRE | LAYER | PLAIN, ("26.83",)),
@@ -138,7 +138,7 @@ TABLE8 = Study(
     title="perplexity with label smoothing on training data and test, LayerNorm and ScaleNorm (PreNorm)",
     claim="No clear trend: the test falls more than the training for gl-en and sk-en.",
     columns=tuple(
-        Column(title=f"{norm} {part}", metric=metric, settings=settings)
+        Column(f"{norm} {part}", metric, settings=settings)
         for norm, settings in (("LN", LAYER), ("ScaleNorm", SCALE))
         for part, metric in (("train", "perplexity train"), ("test", "perplexity smoothed"))
     ),
@@ -182,10 +182,7 @@ FIGURE2 = Study(
 def _by_depth(pair: str, base: Bases) -> tuple[Column, ...]:
     """The learned g of the decoder's first and second half of layers, at the end."""
     metrics = {"decoder, shallow": "g shallow", "decoder, deep": "g deep"}
-    return tuple(
-        Column(title=f"{pair}, {title}", metric=metric, base=base, at={"pocket": DEEP})
-        for title, metric in metrics.items()
-    )
+    return tuple(Column(f"{pair}, {title}", metric, base, at={"pocket": DEEP}) for title, metric in metrics.items())
 
 
 FIGURE3 = Study(
@@ -194,11 +191,7 @@ FIGURE3 = Study(
     claim="g grows with depth, but in decoder-encoder attention, and most clearly in the decoder; it is smaller in"
     " attention the more data there is.",
     seeds=3,
-    columns=(
-        *_by_depth("en-vi", IWSLT15_VI),
-        *_by_depth("en-he", TED["he"]),
-        *_by_depth("ar-en", TED["ar"]),
-    ),
+    columns=(*_by_depth("en-vi", IWSLT15_VI), *_by_depth("en-he", TED["he"]), *_by_depth("ar-en", TED["ar"])),
     rows=(Row("PreNorm + FixNorm + ScaleNorm", BEST),),
 )
 
@@ -208,11 +201,8 @@ FIGURE4 = Study(
     claim="Without smoothing g is lower in the decoder's late layers, and far higher at the output.",
     seeds=3,
     columns=(
-        Column(title="decoder, deep", metric="g deep", base=IWSLT15_VI, at={"pocket": DEEP}),
-        Column(title="output", metric="g output", base=IWSLT15_VI, at={"pocket": DEEP}),
+        Column("decoder, deep", "g deep", IWSLT15_VI, at={"pocket": DEEP}),
+        Column("output", "g output", IWSLT15_VI, at={"pocket": DEEP}),
     ),
-    rows=(
-        Row("with label smoothing", BEST),
-        Row("without label smoothing", BEST | {"label_smoothing": 0.0}),
-    ),
+    rows=(Row("with label smoothing", BEST), Row("without label smoothing", BEST | {"label_smoothing": 0.0})),
 )

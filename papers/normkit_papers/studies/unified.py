@@ -25,10 +25,7 @@ TABLE1 = Study(
     seeds=3,
     title="BLEU of translation on the tests of IWSLT14 De-En and WMT14 En-Fr",
     claim="UN equals LN and is the best of the norms that fold; BN loses 4 to 5 points.",
-    columns=(
-        Column(title="IWSLT14", metric="bleu", base=bases.IWSLT14_UN),
-        Column(title="WMT14 En-Fr", metric="bleu", base=bases.WMT14_FR),
-    ),
+    columns=(Column("IWSLT14", "bleu", bases.IWSLT14_UN), Column("WMT14 En-Fr", "bleu", bases.WMT14_FR)),
     rows=(
         Row("LN", LN, ("35.3", "40.0")),
         Row("RMSNorm", RMS, ("35.3", "39.8")),
@@ -71,10 +68,10 @@ TABLE2 = Study(
     claim="UN is the best of the norms that fold; MABN and PN* fail on T2T-ViT-14.",
     note=POCKET_VIT,
     columns=(
-        Column(title="Swin-T ImageNet", metric="accuracy", base=bases.IMAGENET_SWIN),
-        Column(title="T2T-ViT-14 ImageNet", metric="accuracy", base=bases.IMAGENET_T2T),
-        Column(title="T2T-ViT-14 bases.CIFAR10", metric="accuracy", base=bases.CIFAR10),
-        Column(title="T2T-ViT-14 bases.CIFAR100", metric="accuracy", base=bases.CIFAR100),
+        Column("Swin-T ImageNet", "accuracy", bases.IMAGENET_SWIN),
+        Column("T2T-ViT-14 ImageNet", "accuracy", bases.IMAGENET_T2T),
+        Column("T2T-ViT-14 CIFAR10", "accuracy", bases.CIFAR10),
+        Column("T2T-ViT-14 CIFAR100", "accuracy", bases.CIFAR100),
     ),
     rows=(
         Row("LN", LN, ("81.3", "81.5", "98.3", "88.4")),
@@ -120,19 +117,27 @@ PARTS = (
     " the batch's own statistics."
 )
 
+
+def _ablation(*printed: str, **options: object) -> tuple[Row, ...]:
+    """Rows of UN without some of its parts."""
+    parts: dict[str, dict[str, object]] = {
+        "1: GM, AM, alpha": {},
+        "2: AM, alpha": {"window": 1, "window_bkw": 4},
+        "3: GM, alpha": {"window_bkw": 1},
+        "4: GM, AM": {"alpha_bkw": 0.0},
+        "5: GM": {"window_bkw": 1, "alpha_bkw": 0.0},
+    }
+    rows = zip(parts.items(), printed, strict=True)
+    return tuple(_un(label, _figures(line), **part, **options) for (label, part), line in rows)
+
+
 TABLE5 = Study(
     id="un.table5",
     title="parts of UN left out, average precision of Mask R-CNN with Swin-T on COCO val2017 after 12 epochs",
     claim="Each part adds something.",
     note=f"{PARTS} {POCKET_COCO}",
     columns=columns(bases.MASK_RCNN_12, {"box AP": "box AP", "mask AP": "mask AP"}),
-    rows=(
-        _un("1: GM, AM, alpha", ("42.8", "39.2"), **FILTERED),
-        _un("2: AM, alpha", ("42.2", "38.8"), window=1, window_bkw=4, **FILTERED),
-        _un("3: GM, alpha", ("42.4", "38.8"), window_bkw=1, **FILTERED),
-        _un("4: GM, AM", ("42.4", "39.0"), alpha_bkw=0.0, **FILTERED),
-        _un("5: GM", ("42.5", "39.0"), window_bkw=1, alpha_bkw=0.0, **FILTERED),
-    ),
+    rows=_ablation("42.8 39.2", "42.2 38.8", "42.4 38.8", "42.4 39.0", "42.5 39.0", **FILTERED),
 )
 
 TABLE6 = Study(
@@ -142,14 +147,14 @@ TABLE6 = Study(
     note=POCKET_COCO,
     columns=TABLE5.columns,
     rows=tuple(
-        _un(f"M = {window}", printed, window=window, **FILTERED)
-        for window, printed in {
-            2: ("42.8", "39.2"),
-            4: ("42.8", "39.3"),
-            6: ("42.8", "39.1"),
-            8: ("42.8", "39.2"),
-            10: ("42.5", "39.2"),
-        }.items()
+        _un(f"M = {window}", _figures(printed), window=window, **FILTERED)
+        for window, printed in (
+            (2, "42.8 39.2"),
+            (4, "42.8 39.3"),
+            (6, "42.8 39.1"),
+            (8, "42.8 39.2"),
+            (10, "42.5 39.2"),
+        )
     ),
 )
 
@@ -159,11 +164,11 @@ TABLE7 = Study(
     claim="Without filtration training fails, except for Swin-T on ImageNet.",
     note=POCKET_COCO,
     columns=(
-        Column(title="T2T-ViT-14 ImageNet", metric="accuracy", base=bases.IMAGENET_T2T),
-        Column(title="Swin-T ImageNet", metric="accuracy", base=bases.IMAGENET_SWIN),
-        Column(title="Faster RCNN box AP", metric="box AP", base=bases.FASTER_RCNN_12),
-        Column(title="Mask RCNN box AP", metric="box AP", base=bases.MASK_RCNN_12),
-        Column(title="Mask RCNN mask AP", metric="mask AP", base=bases.MASK_RCNN_12),
+        Column("T2T-ViT-14 ImageNet", "accuracy", bases.IMAGENET_T2T),
+        Column("Swin-T ImageNet", "accuracy", bases.IMAGENET_SWIN),
+        Column("Faster RCNN box AP", "box AP", bases.FASTER_RCNN_12),
+        Column("Mask RCNN box AP", "box AP", bases.MASK_RCNN_12),
+        Column("Mask RCNN mask AP", "mask AP", bases.MASK_RCNN_12),
     ),
     rows=(
         _un("with", ("80.9", "81.0", "42.2", "42.8", "39.2"), **FILTERED),
@@ -178,14 +183,11 @@ TABLE8 = Study(
     note="All variants in one run, memory on GPUs alone. Shown are eager models in float32.",
     script="python benchmarks/deploy.py --models swin --runtimes eager --schemes float32",
     columns=tuple(
-        Column(title=f"{task} {title}", metric=metric)
+        Column(f"{task} {title}", metric)
         for task in ("ImageNet", "COCO")
         for title, metric in (("MEM", "memory"), ("TPUT", "speed"))
     ),
-    rows=(
-        Row("LN", LN, ("9978", "1179.5", "955", "17.8")),
-        _un("UN", ("8213", "1547.8", "897", "22.1"), **FILTERED),
-    ),
+    rows=(Row("LN", LN, ("9978", "1179.5", "955", "17.8")), _un("UN", ("8213", "1547.8", "897", "22.1"), **FILTERED)),
 )
 
 TABLE9 = Study(
@@ -194,14 +196,8 @@ TABLE9 = Study(
     title="parts of UN left out, BLEU on the test of IWSLT14 De-En",
     claim="Without momentum in the backward training breaks down; the geometric mean is worth 0.9.",
     note=PARTS,
-    columns=(Column(title="IWSLT14", metric="bleu", base=bases.IWSLT14_UN),),
-    rows=(
-        _un("1: GM, AM, alpha", ("35.4",)),
-        _un("2: AM, alpha", ("34.5",), window=1, window_bkw=4),
-        _un("3: GM, alpha", ("35.3",), window_bkw=1),
-        _un("4: GM, AM", ("18.3",), alpha_bkw=0.0),
-        _un("5: GM", ("FAIL",), window_bkw=1, alpha_bkw=0.0),
-    ),
+    columns=(Column("IWSLT14", "bleu", bases.IWSLT14_UN),),
+    rows=_ablation("35.4", "34.5", "35.3", "18.3", "FAIL"),
 )
 
 TABLE10 = Study(
@@ -210,18 +206,18 @@ TABLE10 = Study(
     claim="COCO does not mind; translation fails at 0.6.",
     note=POCKET_COCO,
     columns=(
-        Column(title="box AP", metric="box AP", base=bases.MASK_RCNN_12, options=FILTERED),
-        Column(title="mask AP", metric="mask AP", base=bases.MASK_RCNN_12, options=FILTERED),
-        Column(title="IWSLT14 BLEU", metric="bleu", base=bases.IWSLT14_UN),
+        Column("box AP", "box AP", bases.MASK_RCNN_12, options=FILTERED),
+        Column("mask AP", "mask AP", bases.MASK_RCNN_12, options=FILTERED),
+        Column("IWSLT14 BLEU", "bleu", bases.IWSLT14_UN),
     ),
     rows=tuple(
-        _un(f"alpha = {alpha}", printed, alpha=alpha)
-        for alpha, printed in {
-            0.9: ("42.8", "39.2", "35.4"),
-            0.8: ("42.6", "39.1", "35.4"),
-            0.7: ("42.7", "39.2", "35.3"),
-            0.6: ("42.8", "39.4", "FAIL"),
-        }.items()
+        _un(f"alpha = {alpha}", _figures(printed), alpha=alpha)
+        for alpha, printed in (
+            (0.9, "42.8 39.2 35.4"),
+            (0.8, "42.6 39.1 35.4"),
+            (0.7, "42.7 39.2 35.3"),
+            (0.6, "42.8 39.4 FAIL"),
+        )
     ),
 )
 
@@ -231,17 +227,11 @@ FIGURE1 = Study(
     claim="Other norms that fold learn less well or crash; UN follows LN.",
     note=f"{POCKET_VIT} {POCKET_COCO}",
     columns=(
-        Column(title="IWSLT14, valid perplexity", metric="perplexity valid", base=bases.IWSLT14_UN),
-        Column(title="T2T-ViT-14", metric="accuracy", base={**bases.CIFAR10, **bases.IMAGENET_T2T}, options=FILTERED),
-        Column(title="Swin-T", metric="box AP", base=bases.MASK_RCNN, options=FILTERED),
+        Column("IWSLT14, valid perplexity", "perplexity valid", bases.IWSLT14_UN),
+        Column("T2T-ViT-14", "accuracy", {**bases.CIFAR10, **bases.IMAGENET_T2T}, options=FILTERED),
+        Column("Swin-T", "box AP", bases.MASK_RCNN, options=FILTERED),
     ),
-    rows=(
-        Row("LN", LN),
-        Row("BN", BN),
-        Row("MABN", MABN),
-        Row("PN*", PN_STAR),
-        _un("UN"),
-    ),
+    rows=(Row("LN", LN), Row("BN", BN), Row("MABN", MABN), Row("PN*", PN_STAR), _un("UN")),
 )
 
 FIGURE3 = Study(
@@ -274,7 +264,7 @@ FIGURE5 = Study(
     claim="Outliers come from deeper layers, and more of them as training goes on.",
     seeds=3,
     columns=tuple(
-        Column(title=f"{model}, {part}", metric=f"filtered {part}", base=base)
+        Column(f"{model}, {part}", f"filtered {part}", base)
         for model, base in (("Swin-T", bases.MASK_RCNN), ("IWSLT14", bases.IWSLT14_UN))
         for part in ("shallow", "deep", "early", "late")
     ),

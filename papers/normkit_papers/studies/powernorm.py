@@ -39,8 +39,8 @@ TABLE1 = Study(
     " learning rate of 5e-4: at 2e-3 its loss had not fallen by step 320. Pocket runs see less than a hundredth of the"
     " papers' tokens, with a model an eighth as large: they show that a row trains, not which is best at the end.",
     columns=(
-        Column(title="IWSLT14 small", metric="bleu", base=IWSLT14, settings=ENCODER),
-        Column(title="WMT14 big", metric="bleu", base=WMT14_DE_BIG, settings=ENCODER),
+        Column("IWSLT14 small", "bleu", IWSLT14, settings=ENCODER),
+        Column("WMT14 big", "bleu", WMT14_DE_BIG, settings=ENCODER),
     ),
     rows=(
         Row("Transformer", POST, at=POST_NORM, printed=("34.4", "28.4")),
@@ -94,10 +94,7 @@ TABLE2 = Study(
     title="perplexity of tensorized language models on the tests of PTB and WikiText-103",
     claim="PN is 5.6 and 3 points below LN; BN is the worst, PN-V between.",
     note=LANGUAGE_MODELS,
-    columns=(
-        Column(title="PTB", metric="perplexity", base=CORE[0]),
-        Column(title="WikiText-103", metric="perplexity", base=CORE[1]),
-    ),
+    columns=(Column("PTB", "perplexity", CORE[0]), Column("WikiText-103", "perplexity", CORE[1])),
     rows=tuple(  # of four columns, the odd ones are the tests
         dataclasses.replace(
             row, printed=row.printed[1::2], base=row.base[1::2] if isinstance(row.base, Sequence) else None
@@ -124,10 +121,7 @@ TABLE4 = Study(
     title="further norms: BLEU on the test of IWSLT14 De-En, perplexity on the test of PTB",
     claim="BRN, MABN and PN-V are above BN and below LN; GN is the best of the earlier norms, PN of all.",
     note=f"{NOTE} GN has as many groups as IWSLT14's model has heads, in both columns.",
-    columns=(
-        Column(title="IWSLT14", metric="bleu", base=IWSLT14, settings=ENCODER),
-        Column(title="PTB", metric="perplexity", base=PTB),
-    ),
+    columns=(Column("IWSLT14", "bleu", IWSLT14, settings=ENCODER), Column("PTB", "perplexity", PTB)),
     rows=(
         Row("BN", BN, ("34.4", "60.7")),
         Row("BRN", BRN, ("34.7", "58.3")),
@@ -143,7 +137,7 @@ TABLE4 = Study(
 def _statistics(*quantities: tuple[str, str]) -> tuple[Column, ...]:
     """The median of each quantity over the run, and how far its outliers stand out."""
     return tuple(
-        Column(title=f"{title}{shown}", metric=f"{quantity}{shown}", base=IWSLT14, settings=ENCODER)
+        Column(f"{title}{shown}", f"{quantity}{shown}", IWSLT14, settings=ENCODER)
         for title, quantity in quantities
         for shown in ("", " outliers")
     )
@@ -192,19 +186,11 @@ FIGURE5 = Study(
     note=NOTE,
     columns=tuple(
         Column(
-            title=title,
-            metric="bleu",
-            base=IWSLT14,
-            settings={**ENCODER, "batch_tokens": Times(1 / parts), "accumulate": Times(parts)},
+            title, "bleu", IWSLT14, settings={**ENCODER, "batch_tokens": Times(1 / parts), "accumulate": Times(parts)}
         )
         for title, parts in (("512", 8), ("1k", 4), ("2k", 2), ("4k", 1))
     ),
-    rows=(
-        Row("PN", PN),
-        Row("LN", LN),
-        Row("PN-V", PNV),
-        Row("BN", BN),
-    ),
+    rows=(Row("PN", PN), Row("LN", LN), Row("PN-V", PNV), Row("BN", BN)),
 )
 
 FIGURE6 = Study(
@@ -213,8 +199,8 @@ FIGURE6 = Study(
     claim="PN's singular values fall more slowly than LN's.",
     note=NOTE,
     columns=(
-        Column(title="WMT14", metric="singular value", base=WMT14_DE_BIG, settings=ENCODER),
-        Column(title="IWSLT14", metric="singular value", base=IWSLT14, settings=ENCODER),
+        Column("WMT14", "singular value", WMT14_DE_BIG, settings=ENCODER),
+        Column("IWSLT14", "singular value", IWSLT14, settings=ENCODER),
     ),
     rows=(Row("PN", PN), Row("LN", LN)),
 )
@@ -225,8 +211,8 @@ FIGURE7 = Study(
     claim="The ratio is at most 1 in every channel of every layer, so that Lemma 2 holds.",
     note=NOTE,
     columns=(
-        Column(title="largest ratio", metric="gamma_over_psi_max anywhere", base=IWSLT14, settings=ENCODER),
-        Column(title="Lemma 2", metric="lipschitz anywhere", base=IWSLT14, settings=ENCODER),
+        Column("largest ratio", "gamma_over_psi_max anywhere", IWSLT14, settings=ENCODER),
+        Column("Lemma 2", "lipschitz anywhere", IWSLT14, settings=ENCODER),
     ),
     rows=(Row("PN-V", PNV),),
 )
