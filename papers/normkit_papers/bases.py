@@ -22,8 +22,6 @@ MULTI30K_HOUR = _bases(
 )
 WIKITEXT2 = _bases(pocket=("wikitext-2", "lm_wikitext2"))
 ROTARY = _bases(pocket=("pydoc.rotary", "lm_rotary"))
-_SUBWORDS: Settings = {"data": "wikitext-2", "subwords": 2000, "model.dropout": 0.0}
-ROTARY_WIKITEXT2 = _bases(pocket=("wikitext-2.rotary", "lm_rotary", _SUBWORDS))
 
 # -- PowerNorm --------------------------------------------------------------------------------------------------------
 

@@ -94,17 +94,17 @@ WIKITEXT2_CORE = Study(
     columns=columns(bases.WIKITEXT2, {"test perplexity": "perplexity", **VALID}),
 )
 
+OPTIMIZERS: dict[str, Settings] = {"AdamW": {"optimizer": "adamw"}, "Muon": {"optimizer": "muon"}}
 LANGUAGE_MODELS = Study(
-    id="core.language-models",
-    title="norms in language models of today's kind, with AdamW and Muon at three learning rates, Python reference",
-    note=f"Muon trains the matrices of the blocks, AdamW the rest, at one learning rate. {WARM_UP}",
-    rows=norm_rows("layer", "rms", "un", "power(groups=0)", "dyt", "derf"),
+    id="core.language-models-rates",
+    title="learning rates of norms in language models of today's kind, AdamW and Muon, Python reference",
+    note=f"Validation perplexity. Muon trains the matrices of the blocks, AdamW the rest, at one rate. {WARM_UP}",
+    rows=norm_rows("layer", "rms", "un", "power(groups=0)", "dyt", "derf", "un(warmup='auto')"),
     columns=tuple(
-        Column(f"{title}, {lr}", "perplexity", bases.ROTARY, settings={**way, "lr": float(lr)})
-        for title, way in (("AdamW", {}), ("Muon", {"optimizer": "muon"}))
+        Column(f"{title}, {lr}", "perplexity valid", bases.ROTARY, settings={**optimizer, "lr": float(lr)})
+        for title, optimizer in OPTIMIZERS.items()
         for lr in ("1e-3", "3e-3", "1e-2")
     ),
-    seeds=3,
 )
 
 NO_WARMUP: dict[str, Settings] = {"gpu": DECAY, "paper": {**DECAY, "lr": 3e-4}}  # pocket keeps its cosine
