@@ -55,36 +55,29 @@ def test_a_tiny_run_of_every_recipe(name, norm, tmp_path):
     )  # fmt: skip
     ticks = []
     result = train(run, tmp_path, on_progress=ticks.append, command="as typed")
-
-    assert json.loads((tmp_path / "result.json").read_text()) == json.loads(json.dumps(result)), (
-        "the file holds what was returned"
-    )
-    assert result["status"] == "done"
-    assert result["command"] == "as typed"
+    assert json.loads((tmp_path / "result.json").read_text()) == json.loads(json.dumps(result))
+    assert (result["status"], result["command"]) == ("done", "as typed")
     assert [point["step"] for point in result["valid"]] == [12, 24]
     losses = [point["train_loss"] for point in result["curve"]]
     assert len(losses) == 24
     assert sum(losses[-4:]) < sum(losses[:4])
-    assert [ticks[0].step, ticks[0].stage] == [1, "training"]
+    assert (ticks[0].step, ticks[0].stage) == (1, "training")
     assert all(math.isfinite(figure) for score in result["scores"].values() for figure in score.values())
     assert set(result["scores"]) >= ({"running", "calibrated"} if norm != "layer" else {"running"})
     assert list((tmp_path / "tensorboard").glob("events*"))
     assert result["speed"]["train_tokens_per_s"] > 0
-    rows = (tmp_path / "rows.csv").read_text().splitlines()
-    assert rows[0] == "step,site,norm,quantity,value"
-    sites = sum(isinstance(module, normkit.Norm) for module in load(tmp_path).model.modules())
-    assert sum(",rms," in row for row in rows) == 3 * sites, "steps 1, 9 and 17, every norm"
-    assert sum("gradient_norm" in row for row in rows) == 3
 
     again, model, vocabularies = load(tmp_path)
-    assert again == run
-    assert not model.training
+    assert (again, model.training) == (run, False)
     trained = model_state(read_checkpoint(checkpoints(tmp_path)[-1]))
     for key, value in model.state_dict().items():
         torch.testing.assert_close(value, trained[key], rtol=0, atol=0)
-    assert {name: vocab.symbols for name, vocab in vocabularies.items()} == {
-        name: vocab.symbols for name, vocab in SOURCES[run.data]().vocabularies.items()
-    }
+    read = SOURCES[run.data]().vocabularies
+    assert {name: vocab.symbols for name, vocab in vocabularies.items()} == {k: v.symbols for k, v in read.items()}
+    rows = (tmp_path / "rows.csv").read_text().splitlines()
+    sites = sum(isinstance(module, normkit.Norm) for module in model.modules())
+    assert sum(",rms," in row for row in rows) == 3 * sites, "steps 1, 9 and 17, every norm"
+    assert sum("gradient_norm" in row for row in rows) == 3
 
 
 def test_tables_have_the_same_rows():

@@ -1,13 +1,13 @@
 """Tables of recipes and studies, by name, and which of them this machine can run."""
 
 from normkit_papers.recipes import RECIPES
-from normkit_papers.studies import core, powernorm, tears, unified, warmup
+from normkit_papers.studies import core, papers, warmup
 from normkit_papers.study import PAPERS, Study, expand
 from normkit_papers.train.config import Run
 
 STUDIES: dict[str, Study] = {
     study.id: study
-    for module in (powernorm, tears, unified, core, warmup)
+    for module in (papers, core, warmup)
     for value in vars(module).values()
     for study in (value if isinstance(value, tuple) else (value,))
     if isinstance(study, Study)

@@ -2,8 +2,7 @@
 
 import dataclasses
 
-from normkit_papers import bases
-from normkit_papers.studies.tears import DECAY
+from normkit_papers.studies.papers import BASES, SETTINGS
 from normkit_papers.study import Bases, Column, Row, Settings, Study, Times, columns, norm_rows
 
 AUTOMATIC = norm_rows("un(warmup='auto')", "power(groups=0, warmup='auto')", "power(groups=1, warmup='auto')")
@@ -40,7 +39,7 @@ MULTI30K_CORE = Study(
     title="norms in translation, Multi30k De-En",
     note=WARM_UP,
     rows=(*CORE, FIXED, FIXED_UN, *SCALED, *OTHERS),
-    columns=columns(bases.MULTI30K, _scores("bleu")),
+    columns=columns(BASES["multi30k"], _scores("bleu")),
 )
 
 MULTI30K_LONG = Study(
@@ -56,7 +55,7 @@ MULTI30K_LONG = Study(
         *AUTOMATIC,
         *(Row(f"{norm}, shuffled", {"model.norm": norm, "bucketing": False}) for norm in ("layer", "batch")),
     ),
-    columns=columns(bases.MULTI30K_HOUR, _scores("bleu")),
+    columns=columns(BASES["multi30k_hour"], _scores("bleu")),
 )
 
 IWSLT14_CORE = Study(
@@ -64,7 +63,7 @@ IWSLT14_CORE = Study(
     title="norms in translation, IWSLT14 De-En",
     rows=(*CORE, *OTHERS),
     note=f"{THIRD} {WARM_UP}",
-    columns=columns(bases.IWSLT14_UN, _scores("bleu") | VALID),
+    columns=columns(BASES["iwslt14_un"], _scores("bleu") | VALID),
 )
 
 GERMAN_LONG = Study(
@@ -72,7 +71,7 @@ GERMAN_LONG = Study(
     title="norms in translation, 5,000 steps, IWSLT14 De-En",
     rows=(CORE[0], FIXED, AUTOMATIC[0], FIXED_UN, *SCALED),
     note=THIRD,
-    columns=columns(bases.IWSLT14_LONG, _scores("bleu") | VALID),
+    columns=columns(BASES["iwslt14_long"], _scores("bleu") | VALID),
 )
 
 PTB_CORE = Study(
@@ -83,7 +82,9 @@ PTB_CORE = Study(
         *(row for row in CORE if row.label in ("layer", "batch", "pnv", "power(groups=1)", "un(warmup=auto)")),
         *BY_HAND,
     ),
-    columns=columns(bases.PTB, {"test perplexity": "perplexity", **VALID, "test, calibrated": "perplexity calibrated"}),
+    columns=columns(
+        BASES["ptb"], {"test perplexity": "perplexity", **VALID, "test, calibrated": "perplexity calibrated"}
+    ),
 )
 
 WIKITEXT2_CORE = Study(
@@ -91,7 +92,7 @@ WIKITEXT2_CORE = Study(
     title="norms in a language model, WikiText-2",
     note=WARM_UP,
     rows=norm_rows("layer", "un"),
-    columns=columns(bases.WIKITEXT2, {"test perplexity": "perplexity", **VALID}),
+    columns=columns(BASES["wikitext2"], {"test perplexity": "perplexity", **VALID}),
 )
 
 OPTIMIZERS: dict[str, Settings] = {"AdamW": {"optimizer": "adamw"}, "Muon": {"optimizer": "muon"}}
@@ -101,12 +102,13 @@ LANGUAGE_MODELS = Study(
     note=f"Validation perplexity. Muon trains the matrices of the blocks, AdamW the rest, at one rate. {WARM_UP}",
     rows=norm_rows("layer", "rms", "un", "power(groups=0)", "dyt", "derf", "un(warmup='auto')"),
     columns=tuple(
-        Column(f"{title}, {lr}", "perplexity valid", bases.ROTARY, settings={**optimizer, "lr": float(lr)})
+        Column(f"{title}, {lr}", "perplexity valid", BASES["rotary"], settings={**optimizer, "lr": float(lr)})
         for title, optimizer in OPTIMIZERS.items()
         for lr in ("1e-3", "3e-3", "1e-2")
     ),
 )
 
+DECAY = SETTINGS["ValDecay"]
 NO_WARMUP: dict[str, Settings] = {"gpu": DECAY, "paper": {**DECAY, "lr": 3e-4}}  # pocket keeps its cosine
 
 GALICIAN_CORE = Study(
@@ -123,7 +125,7 @@ GALICIAN_CORE = Study(
         for init in ("xavier", "small")
     ),
     columns=tuple(
-        Column(f"{title}, {start}", metric, bases.TED["gl"], settings=settings, at=at)
+        Column(f"{title}, {start}", metric, BASES["ted_gl"], settings=settings, at=at)
         for title, metric in (("BLEU", "bleu"), ("valid perplexity", "perplexity valid"))
         for start, settings, at in (("warm-up", {}, {}), ("none", {"warmup": 0, "lr": Times(0.607)}, NO_WARMUP))
     ),
@@ -138,7 +140,7 @@ GALICIAN_LONG = Study(
         *(row for row in MULTI30K_LONG.rows if "shuffled" not in row.label and row.label != "un"),
         Row("pnv + FixNorm + scale loss", {"model.norm": "pnv", "model.fixnorm": True, "scale_loss": 0.1}),
     ),
-    columns=columns(bases.TED_LONG, _scores("bleu") | VALID),
+    columns=columns(BASES["ted_long"], _scores("bleu") | VALID),
 )
 
 CMUDICT_CORE = Study(
@@ -146,7 +148,7 @@ CMUDICT_CORE = Study(
     title="norms from spelling to sound, CMU Pronouncing Dictionary",
     note=WARM_UP,
     rows=(*CORE, *OTHERS),
-    columns=columns(bases.CMUDICT, _scores("per")),
+    columns=columns(BASES["cmudict"], _scores("per")),
 )
 
 IMAGES = (
@@ -163,8 +165,8 @@ CIFAR10_CORE = Study(
     f" {WARM_UP}",
     rows=IMAGES,
     columns=(
-        *columns(bases.CIFAR10, {"ViT": "accuracy", "ViT, calibrated": "accuracy calibrated"}),
-        *columns(bases.RESNET20, {"ResNet-20": "accuracy", "ResNet-20, calibrated": "accuracy calibrated"}),
+        *columns(BASES["cifar10"], {"ViT": "accuracy", "ViT, calibrated": "accuracy calibrated"}),
+        *columns(BASES["resnet20"], {"ResNet-20": "accuracy", "ResNet-20, calibrated": "accuracy calibrated"}),
     ),
 )
 
@@ -175,7 +177,7 @@ RESNET20_LONG = Study(
         "layer", "batch", "pnv", "un(outlier_filtration=True, warmup='auto')", "power(groups=0, warmup='auto')",
         "mabn(warmup='auto')",
     ),
-    columns=columns(bases.RESNET20_HOUR, {"accuracy": "accuracy", "accuracy, calibrated": "accuracy calibrated"}),
+    columns=columns(BASES["resnet20_hour"], {"accuracy": "accuracy", "accuracy, calibrated": "accuracy calibrated"}),
 )  # fmt: skip
 
 CIFAR10_SPEED = Study(
@@ -185,7 +187,7 @@ CIFAR10_SPEED = Study(
     rows=IMAGES,
     columns=tuple(
         Column(f"{name}, {title}", metric, {"gpu": base["gpu"]})
-        for name, base in (("T2T-ViT-14", bases.CIFAR10), ("Swin-T", bases.CIFAR10_SWIN))
+        for name, base in (("T2T-ViT-14", BASES["cifar10"]), ("Swin-T", BASES["cifar10_swin"]))
         for title, metric in (("accuracy", "accuracy"), ("minutes to 80%", "minutes to 80%"))
     ),
 )
@@ -213,6 +215,6 @@ def _bucketing(id: str, data: str, metric: str, base: Bases) -> Study:
 
 
 BUCKETING = (
-    _bucketing("multi30k", "Multi30k De-En", "bleu", bases.MULTI30K),
-    _bucketing("cmudict", "CMU Pronouncing Dictionary", "per", bases.CMUDICT),
+    _bucketing("multi30k", "Multi30k De-En", "bleu", BASES["multi30k"]),
+    _bucketing("cmudict", "CMU Pronouncing Dictionary", "per", BASES["cmudict"]),
 )
