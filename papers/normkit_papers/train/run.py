@@ -132,6 +132,8 @@ def _fit(task: Task, callback: RunCallback, resume: bool) -> Watch | None:
     if run.compile:
         task.model.compile(dynamic=not run.one_shape)
     if parallel.is_rank_zero():
+        if not resume and (folder / "run.json").exists():
+            callback.on_progress(Progress("replacing the files of an earlier run", 0, run.steps))
         folders.prepare(folder, run, task.data.vocabularies, resume)
     with _explain_memory(run, folder):
         run_trainer(trainer, task, checkpoint)
