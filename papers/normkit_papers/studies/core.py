@@ -95,16 +95,16 @@ WIKITEXT2_CORE = Study(
     columns=columns(BASES["wikitext2"], {"test perplexity": "perplexity", **VALID}),
 )
 
-OPTIMIZERS: dict[str, Settings] = {"AdamW": {"optimizer": "adamw"}, "Muon": {"optimizer": "muon"}}
+OPTIMIZERS = {"AdamW": ("adamw", ("1e-3", "3e-3", "1e-2")), "Muon": ("muon", ("3e-3", "1e-2", "3e-2"))}
 LANGUAGE_MODELS = Study(
     id="core.language-models-rates",
     title="learning rates of norms in language models of today's kind, AdamW and Muon, Python reference",
     note=f"Validation perplexity. Muon trains the matrices of the blocks, AdamW the rest, at one rate. {WARM_UP}",
     rows=norm_rows("layer", "rms", "un", "power(groups=0)", "dyt", "derf", "un(warmup='auto')"),
     columns=tuple(
-        Column(f"{title}, {lr}", "perplexity valid", BASES["rotary"], settings={**optimizer, "lr": float(lr)})
-        for title, optimizer in OPTIMIZERS.items()
-        for lr in ("1e-3", "3e-3", "1e-2")
+        Column(f"{title}, {lr}", "perplexity valid", BASES["rotary"], {"optimizer": optimizer, "lr": float(lr)})
+        for title, (optimizer, rates) in OPTIMIZERS.items()
+        for lr in rates
     ),
 )
 
