@@ -3,15 +3,11 @@
 Uninitialized memory is NaN, so that tests fail if it is read.
 """
 
-import contextlib
 import gc
 import pathlib
 
 import pytest
 import torch
-
-with contextlib.suppress(ModuleNotFoundError):  # the tests of the library run without those of the papers
-    from forked import forked_workers  # noqa: F401
 
 SHARED = pathlib.Path(__file__).parents[1] / "shared" / "data"
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import sweep
 import torch
-from normkit_papers.recipes import g2p_cmudict
+from normkit_papers.recipes import RECIPES
 from normkit_papers.tasks import TASKS
 from normkit_papers.train.build import build_model
 from normkit_papers.train.source import source
@@ -36,7 +36,7 @@ FIELDS = ("device", "torch", "compiled", "norm", "rounds", "ms", "low", "ratio",
 def steps(spec: str, compiled: bool) -> Callable[[], None]:
     """Return a function that trains on four batches."""
     torch.manual_seed(0)
-    recipe = g2p_cmudict()
+    recipe = RECIPES["g2p_cmudict"]()
     norm = spec.removesuffix(SCALED).removesuffix(EARLY)
     scale_loss = 0.1 if spec.endswith(SCALED) else 0.0
     run = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, norm=norm), scale_loss=scale_loss)

@@ -22,7 +22,6 @@ from normkit._util import align, escape, pick, truncate
 
 Scale = Literal["pocket", "gpu", "paper"]
 BAD_INPUT, INTERRUPTED = 2, 130
-STUDIES_OUT = Path("runs/studies")
 WIDTH = 120  # columns of a line of a list
 
 
@@ -50,7 +49,7 @@ def demo(
 
     started, runs = time.monotonic(), made.runs(norms, out, steps, seed, bucketing)
     status = train_all(runs, _typed("demo"), processes)
-    scored = [folder for folder in runs if (folder / results.FILE).is_file() and results.read(folder)["scores"]]
+    scored = [folder for folder in runs if results.exists(folder) and results.read(folder)["scores"]]
     if scored:
         _write("folding and timing")
         made.fold_and_time(scored)
@@ -68,7 +67,7 @@ def list_() -> int:
 
 def train(arguments: list[str]) -> int:
     """Train a recipe; every setting of a run is a flag: papers train RECIPE [--SETTING VALUE ...]."""
-    from normkit_papers.studies.catalogue import RECIPES
+    from normkit_papers.recipes import RECIPES
     from normkit_papers.study import warm
 
     if not arguments or arguments[0].startswith("-"):
@@ -89,7 +88,7 @@ def train(arguments: list[str]) -> int:
         """Train this many seeds, from --seed on; of several, each in a folder seed-N."""
 
     given = tyro.cli(Given, args=arguments[1:], prog=f"papers train {arguments[0]}", default=Given(default),
-                     description=recipe.__doc__)  # fmt: skip
+                     description=recipe.description)  # fmt: skip
     run, folder = warm(given.run, automatic=True), given.out or Path("runs") / given.run.name
     if given.seeds < 1:
         raise ValueError(f"--seeds must be at least 1; got {given.seeds}")
@@ -107,16 +106,18 @@ def _train(runs: Mapping[Path, Any], out: Path, resume: bool) -> int:
     from normkit_papers.studies.runner import describe, progress_bars
     from normkit_papers.train.run import train as train_run
 
-    found: dict[Path, Any] = {}
-    announce = _announcer(_write)
+    found, told = dict[Path, Any](), set[str]()
     with _interruptible() as signals, progress_bars(Console()) as bars:
         for folder, run in runs.items():
             row = bars.add_task(run.name, state="")
 
             def on_progress(progress: Any, run: Any = run, row: Any = row) -> bool:
-                bars.update(row, **describe(progress))
-                if not bars.console.is_terminal:  # as into a file
-                    announce(run.name, progress)
+                shown = describe(progress)
+                bars.update(row, **shown)
+                tenth = f"{run.name} {progress.stage} {10 * progress.step // progress.steps}"
+                if not bars.console.is_terminal and tenth not in told:  # as into a file
+                    told.add(tenth)
+                    _write(f"{run.name}: step {progress.step:,} of {progress.steps:,}, {shown['state']}")
                 return bool(signals)
 
             if signals:
@@ -133,16 +134,28 @@ def _train(runs: Mapping[Path, Any], out: Path, resume: bool) -> int:
     return _failed({folder: result["status"] for folder, result in found.items()})
 
 
+@dataclasses.dataclass(frozen=True)
+class How:
+    """How runs of studies are trained."""
+
+    scale: Scale = "pocket"
+    """pocket (minutes of a CPU core a run), gpu (ten minutes of a GPU a run) or paper (the original)."""
+    seeds: int | None = None
+    """Runs of each cell; by default the study's own number."""
+    out: Path = Path("runs/studies")
+    """Folder of the runs, of one CSV a study, and of the page."""
+    processes: int = 1
+    """Runs at the same time on this machine."""
+    ray: str | None = None
+    """Address of a Ray cluster to train on, or `local`."""
+
+
 def study(
     name: tyro.conf.Positional[str] = "",
     list_: Annotated[bool, tyro.conf.arg(name="list")] = False,
     show: bool = False,
-    scale: Scale = "pocket",
-    seeds: int | None = None,
     only: tuple[str, ...] = (),
-    out: Path = STUDIES_OUT,
-    processes: int = 1,
-    ray: str | None = None,
+    how: Annotated[How, tyro.conf.arg(name="")] = How(),
 ) -> int:
     """Run a study, a table or figure of a paper, and compare with the printed figures.
 
@@ -152,94 +165,88 @@ def study(
         name: Name of the study, such as un.table9.
         list_: List all studies, which scales this machine can run, and missing data with its source.
         show: Show the table from the CSV in --out or, without one, of the kept results; run nothing.
-        scale: pocket (minutes of a CPU core a run), gpu (ten minutes of a GPU a run) or paper (the original).
-        seeds: Runs of each cell; by default the study's own number.
         only: Labels of rows to run, or norms; all by default.
-        out: Folder of the runs and of NAME.csv.
-        processes: Runs at the same time on this machine.
-        ray: Address of a Ray cluster to train on, or `local`.
+        how: How to train.
     """
-    from normkit_papers.studies import rows, runner, table
+    from normkit_papers.studies import rows, table
     from normkit_papers.studies.catalogue import STUDIES, study_rows
+    from normkit_papers.study import expand
 
     if list_ or not name:
         return _list(study_rows())
     chosen = pick(STUDIES, name, "study")
-    runner.expand(chosen, scale, only)  # checks the names
+    expand(chosen, how.scale, only)  # checks the names
     if show:
-        found, path = rows.known(chosen, scale, out)
-        _write(table.text(table.build(chosen, scale, found)))
-        _write(f"from {path}" if path else f"no run at scale {scale} yet, neither in {out} nor in the kept results")
+        found, path = rows.known(chosen, how.scale, how.out)
+        _write_table(table.build(chosen, how.scale, found))
+        nowhere = f"no run at scale {how.scale} yet, neither in {how.out} nor in the kept results"
+        _write(f"from {path}" if path else nowhere)
         return 0
-    if scale not in chosen.scales:
-        how = f"it is measured by `{chosen.script}`" if chosen.script else f"it can run at {', '.join(chosen.scales)}"
-        raise ValueError(f"{name} has no runs at scale {scale}; {how}")
-    return _run_studies([name], scale, seeds, only, out, processes, ray)
+    if how.scale not in chosen.scales:
+        hint = f"it is measured by `{chosen.script}`" if chosen.script else f"it can run at {', '.join(chosen.scales)}"
+        raise ValueError(f"{name} has no runs at scale {how.scale}; {hint}")
+    return _run_studies([name], only, how)
 
 
-def reproduce(
-    scale: Scale = "pocket",
-    only: tuple[str, ...] = (),
-    seeds: int | None = None,
-    out: Path = STUDIES_OUT,
-    processes: int = 2,
-    ray: str | None = None,
-) -> int:
+def reproduce(only: tuple[str, ...] = (), how: Annotated[How, tyro.conf.arg(name="")] = How(processes=2)) -> int:
     """Run or continue all tables and figures of the three papers, and make the page of results.
 
     Args:
-        scale: pocket, gpu or paper, as `papers study`.
         only: Studies to run, such as un.table9; all of the papers by default.
-        seeds: Runs of each cell; by default each study's own number.
-        out: Folder of the runs, of one CSV a study, and of report.html.
-        processes: Runs at the same time on this machine.
-        ray: Address of a Ray cluster to train on, or `local`.
+        how: How to train.
     """
     from normkit_papers.studies.catalogue import OF_PAPERS, STUDIES
 
     for name in only:
         pick(STUDIES, name, "study")
-    return _run_studies(list(only or OF_PAPERS), scale, seeds, (), out, processes, ray)
+    return _run_studies(only or OF_PAPERS, (), how)
 
 
-def _run_studies(
-    names: Sequence[str], scale: str, seeds: int | None, only: Sequence[str], out: Path, processes: int, ray: str | None
-) -> int:
+def _run_studies(names: Sequence[str], only: Sequence[str], how: How) -> int:
     """Train what is left of some studies, print their tables and write the page."""
+    from normkit_papers import results
     from normkit_papers.report import page, verdicts
     from normkit_papers.studies import rows, runner, table
     from normkit_papers.studies.catalogue import STUDIES
     from normkit_papers.study import expand
     from normkit_papers.study import seeds as seeds_of
 
-    if processes < 1 or (seeds is not None and seeds < 1):
-        raise ValueError(f"--processes and --seeds must be at least 1; got {processes} and {seeds}")
+    if how.processes < 1 or (how.seeds is not None and how.seeds < 1):
+        raise ValueError(f"--processes and --seeds must be at least 1; got {how.processes} and {how.seeds}")
     chosen = [STUDIES[name] for name in names]
-    plan = runner.plan(chosen, scale, out, seeds, only)
+    plan = runner.plan(chosen, how.scale, how.out, how.seeds, only)
     _write(f"{len(plan.todo)} runs to train, {plan.finished} finished before")
     for data, why in plan.missing.items():
         _complain(f"left out, without {data}: {why}")
     if plan.missing and not plan.todo and not plan.finished:
         return BAD_INPUT
-    status = runner.run_studies(chosen, scale, out, plan, _typed(), processes=processes, ray=ray)
+    status = runner.run_studies(chosen, how.scale, how.out, plan, _typed(), processes=how.processes, ray=how.ray)
     title = names[0] if len(names) == 1 else "Tables and figures of the three papers"
-    made = page.Page(f"{title}, scale {scale}")
-    built = {each.id: table.build(each, scale, rows.known(each, scale, out)[0]) for each in chosen}
+    made = page.Page(f"{title}, scale {how.scale}")
+    built = {each.id: table.build(each, how.scale, rows.known(each, how.scale, how.out)[0]) for each in chosen}
     verdicts.add(made, built.values())
     for each in chosen:
-        folders = [f for cell in expand(each, scale) for f in seeds_of(out / cell.folder).values()]
-        page.add_study(made, built[each.id], [folder for folder in dict.fromkeys(folders) if runner.has_result(folder)])
+        folders = [f for cell in expand(each, how.scale) for f in seeds_of(how.out / cell.folder).values()]
+        page.add_study(made, built[each.id], list(filter(results.exists, dict.fromkeys(folders))))
         if len(chosen) == 1:
-            _write(table.text(built[each.id]))
-    _write(f"report: {made.write(out / (f'{names[0]}.html' if len(names) == 1 else 'report.html'))}")
+            _write_table(built[each.id])
+    _write(f"report: {made.write(how.out / (f'{names[0]}.html' if len(names) == 1 else 'report.html'))}")
     return _failed(status)
 
 
+def _write_table(made: Any) -> None:
+    """Print the table of a study, and whether it agrees with the paper's claim."""
+    from normkit_papers.report import verdicts
+    from normkit_papers.studies import table
+
+    _write(table.text(made))
+    if made.study.id in verdicts.RULES:
+        verdict, rules = verdicts.judge(made)
+        _write("\n".join([f"Verdict: {verdict}.", *(f"  {rule}" for rule in rules)]))
+
+
 def report(
-    paths: tyro.conf.Positional[tuple[Path, ...]],
-    figure: str = "",
-    compare: bool = False,
-    out: Path | None = None,
+    paths: tyro.conf.Positional[tuple[Path, ...]], figure: str = "", compare: bool = False, out: Path | None = None
 ) -> int:
     """Make a page of runs, of results in CSV files or of recorded rows; or a figure of the papers; or compare seeds.
 
@@ -293,20 +300,6 @@ def translate(run: tyro.conf.Positional[Path]) -> int:
     return 0
 
 
-def pronounce(run: tyro.conf.Positional[Path], words: tyro.conf.Positional[tuple[str, ...]]) -> int:
-    """Print the sounds of words, predicted by a model of the demo.
-
-    Args:
-        run: Folder of the run.
-        words: Words, of letters and apostrophes.
-    """
-    from normkit_papers.inference import translate_lines
-
-    for word, sounds in zip(words, translate_lines(run, words), strict=True):
-        _write(f"{word}  {sounds}")
-    return 0
-
-
 def fold(run: tyro.conf.Positional[Path], out: Path) -> int:
     """Fold the norms of a run away, and verify in float64 that its outputs stay.
 
@@ -315,13 +308,9 @@ def fold(run: tyro.conf.Positional[Path], out: Path) -> int:
         out: Folder for the folded run.
     """
     from normkit_papers.train.fold_run import fold_run
-    from normkit_papers.train.folder import load, save
+    from normkit_papers.train.folder import load
 
-    _check_new(out)
-    folded, found = fold_run(load(run))
-    save(out, folded)
-    _write(f"{found}\nsaved to {out}")
-    return 0
+    return _save(out, lambda: fold_run(load(run)))
 
 
 def calibrate(run: tyro.conf.Positional[Path], out: Path, batches: int | None = None) -> int:
@@ -332,55 +321,42 @@ def calibrate(run: tyro.conf.Positional[Path], out: Path, batches: int | None = 
         out: Folder for the calibrated run.
         batches: Training batches; by default as many as training uses for its calibrated scores.
     """
-    from normkit_papers.train.calibrate_run import calibrate_run
-    from normkit_papers.train.folder import load, save
+    from normkit_papers.train.fold_run import calibrate_run
+    from normkit_papers.train.folder import load
 
-    _check_new(out)
-    calibrated, found = calibrate_run(load(run), batches)
-    save(out, calibrated)
-    _write(f"{found}\nsaved to {out}")
-    return 0
+    return _save(out, lambda: calibrate_run(load(run), batches))
 
 
-def remove_norms(
-    run: tyro.conf.Positional[Path],
-    out: Path,
-    steps: int = 300,
-    loss: Literal["outputs", "task"] = "outputs",
-    to: str = "un(warmup=0)",
-    statistics: Literal["frozen", "batches"] | None = None,
-    lr: float | None = None,
-    seed: int = 0,
-    resume: bool = False,
-) -> int:
+def remove_norms(arguments: list[str]) -> int:
     """Take the norms out of a run's model: fit, train a little on its data, fold, compare.
 
     For models of Hugging Face there is `normkit remove-norms`.
-
-    Args:
-        run: Folder of the run. Its data must be here.
-        out: Folder for the run without norms.
-        steps: Training steps.
-        loss: outputs: no labels, the original's outputs and inner activations; task: the loss of the run's task.
-        to: Spec of the norm that is folded.
-        statistics: Statistics of the new norms in training; batches with the loss of the task, else frozen.
-        lr: Highest learning rate; a third of the run's.
-        seed: Seed of the order of batches and of dropout.
-        resume: Continue an interrupted removal with the same settings.
     """
     from normkit.cli import Progress
     from normkit_papers.removal import Settings, remove_norms_of_run
 
-    settings = Settings(steps, loss, to, statistics, lr, seed)
-    removal, scores = remove_norms_of_run(run, out, settings, resume=resume, on_progress=Progress())
-    _write(f"{removal.fold}\n\n{align([[stage, f'{score:.4g}'] for stage, score in scores.items()])}\nsaved to {out}")
+    @dataclasses.dataclass
+    class Given:
+        run: tyro.conf.Positional[Path]
+        """Folder of the run. Its data must be here."""
+        out: Path
+        """Folder for the run without norms."""
+        settings: Annotated[Settings, tyro.conf.arg(name="")]
+        resume: bool = False
+        """Continue an interrupted removal with the same settings."""
+
+    given = _parse(Given, arguments, "remove-norms", description=remove_norms.__doc__)
+    removal, scores = remove_norms_of_run(
+        given.run, given.out, given.settings, resume=given.resume, on_progress=Progress()
+    )
+    table = align([[stage, f"{score:.4g}"] for stage, score in scores.items()])
+    _write(f"{removal.fold}\n\n{table}\nsaved to {given.out}")
     return 0
 
 
 def use(arguments: list[str]) -> int:
-    """Use a trained run: translate lines, pronounce words, fold its norms, calibrate its statistics."""
-    actions = {"translate": translate, "pronounce": pronounce, "fold": fold, "calibrate": calibrate}
-    return _dispatch(actions, arguments, "papers use")
+    """Use a trained run: translate lines, fold its norms, calibrate its statistics."""
+    return _dispatch({"translate": translate, "fold": fold, "calibrate": calibrate}, arguments, "papers use")
 
 
 COMMANDS: dict[str, Callable[..., int]] = {
@@ -440,9 +416,14 @@ def _dispatch(commands: Mapping[str, Callable[..., int]], arguments: list[str], 
         _write(f"{align(lines)}\n\n{prog} COMMAND --help lists the options of a command.")
         return 0 if arguments else BAD_INPUT
     command = pick(commands, arguments[0], "command")
-    if command in (train, use):
+    if command in (train, use, remove_norms):
         return command(arguments[1:])
-    return tyro.cli(command, args=arguments[1:], prog=f"{prog} {arguments[0]}", config=(tyro.conf.FlagCreatePairsOff,))
+    return _parse(command, arguments[1:], f"{prog} {arguments[0]}".removeprefix("papers "))
+
+
+def _parse(what: Any, arguments: list[str], name: str, **more: Any) -> Any:
+    """Call a function, or make settings, with arguments of the command line."""
+    return tyro.cli(what, args=arguments, prog=f"papers {name}", config=(tyro.conf.FlagCreatePairsOff,), **more)
 
 
 _command_line: list[str] = []
@@ -481,10 +462,16 @@ def _failed(status: Mapping[Path, str]) -> int:
     return 1 if bad else 0
 
 
-def _check_new(out: Path) -> None:
-    """Raise a ValueError if a folder has files."""
+def _save(out: Path, make: Callable[[], tuple[Any, object]]) -> int:
+    """Save a run that is made of another one into an empty folder, and print the report."""
+    from normkit_papers.train.folder import save
+
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out {out} is not an empty folder; name another one")
+    made, found = make()
+    save(out, made)
+    _write(f"{found}\nsaved to {out}")
+    return 0
 
 
 @contextlib.contextmanager
@@ -503,21 +490,6 @@ def _interruptible() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _announcer(write: Callable[[str], object]) -> Callable[[str, Any], None]:
-    """Return a callback that writes the progress of a run, at most once for each tenth of a stage."""
-    from normkit_papers.studies.runner import describe
-
-    written = set[str]()
-
-    def announce(name: str, progress: Any) -> None:
-        tenth = f"{name} {progress.stage} {10 * progress.step // max(progress.steps, 1)}"
-        if tenth not in written:
-            written.add(tenth)
-            write(f"{name}: step {progress.step:,} of {progress.steps:,}, {describe(progress)['state']}")
-
-    return announce
 
 
 def _complain(text: str, status: int = BAD_INPUT) -> int:

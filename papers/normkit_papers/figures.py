@@ -1,49 +1,393 @@
-"""The table of the papers' figures, drawn from result files and rows of any runs."""
+"""Figures of the papers, drawn from result files and rows of any runs: a row of FIGURES and a function each."""
 
+import re
+import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from normkit._util import pick
-from normkit_papers.powernorm import figures as power
-from normkit_papers.report.recorded import Drawn, Recorded, recorded
-from normkit_papers.report.settings import Results
-from normkit_papers.tears import figures as tears
-from normkit_papers.unified import figures as unified
+from normkit.norms import make
+from normkit_papers.report.recorded import (
+    BATCH_NORMS,
+    COLOURS,
+    Drawn,
+    Recorded,
+    add_line,
+    first_sites,
+    in_percent,
+    limit,
+    panels,
+    recorded,
+    short,
+    with_quantities,
+)
+from normkit_papers.report.settings import Results, job
+from normkit_papers.tasks import METRICS
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
+
+PERCENT = "percent of training"
+QUARTILES = tuple(f"gamma_over_psi_{name}" for name in ("min", "q25", "median", "q75", "max"))
+PNAC = ("pnac_activation", "pnac_gradient")
+PARTS = (1 / 3, 2 / 3, 1.0)  # of training: the 12, 24 and 36 epochs of UN's paper
+DIM = 64  # channels of a norm that is built only to read whether it folds; any number works
+LAYERS = 3  # of UN's Figure 4: the first, one in the middle, the last
+VALIDATED = {"bleu": "BLEU on the validation split", "loss": "loss on the validation split"}
+SMOOTHING = "label_smoothing"
+SUBLAYERS = {  # names of norms in our models: Tears' names of sublayers
+    "encoder": {"attention_norm": "encoder attention", "feedforward_norm": "encoder feed-forward"},
+    "decoder": {
+        "self_norm": "decoder self-attention",
+        "attention_norm": "decoder self-attention",
+        "cross_norm": "decoder-encoder attention",
+        "feedforward_norm": "decoder feed-forward",
+    },
+}
+Runs = Sequence[Recorded]
+
+# -- PowerNorm --------------------------------------------------------------------------------------------------------
+
+AXES = {
+    "distance_mean": "‖μ_B - μ‖ / d",
+    "distance_var": "‖σ²_B - σ²‖ / d",
+    "distance_quadratic": "‖ψ²_B - ψ²‖ / d",
+    "g_mu": "‖g_μ‖ / d",
+    "g_sigma2": "‖g_σ²‖ / d",
+    "g_psi2": "‖g_ψ²‖ / d",
+}
+
+
+def _first_norms(*grid: dict[str, tuple[str, ...]]) -> Callable[[Runs], Drawn]:
+    """Draw a panel for each quantity of the first norm of some kinds, a line for each run; a dictionary is a row."""
+
+    def draw(runs: Runs) -> Drawn:
+        runs = with_quantities(runs, *(quantity for line in grid for quantity in line))
+        figure, used = panels(len(grid), len(grid[0]), shared_xaxes=True), list[Recorded]()
+        for row, line in enumerate(grid, 1):
+            for column, (quantity, kinds) in enumerate(line.items(), 1):
+                for run, site in first_sites(runs, quantity, *kinds):
+                    points = in_percent(run, run.recording.of(quantity)[site])
+                    add_line(figure, points, run.label, runs.index(run), row, column)
+                    used.append(run)
+                limit(figure, row, column, title=AXES[quantity])
+                figure.update_xaxes(title=PERCENT if row == len(grid) else None, range=[0, 100], row=row, col=column)
+        return figure, used
+
+    return draw
+
+
+def _by_batch_size(runs: Runs) -> Drawn:
+    """Draw a line for each norm; the runs are those of one data set."""
+    for metric in METRICS:
+        for data in dict.fromkeys(job(run.result) for run in runs):
+            lines: dict[str, dict[int, list[float]]] = {}
+            used = []
+            for run in runs:
+                value = (run.result["scores"].get("running") or {}).get(metric.key)
+                if value is not None and run.settings.get("batch_tokens") and job(run.result) == data:
+                    sizes = lines.setdefault(str(run.settings["model"]["norm"]), {})
+                    sizes.setdefault(run.settings["batch_tokens"], []).append(value)
+                    used.append(run)
+            if any(len(sizes) > 1 for sizes in lines.values()):
+                figure = panels(1, 1)
+                for number, (norm, sizes) in enumerate(lines.items()):
+                    points = [(size, statistics.fmean(sizes[size])) for size in sorted(sizes)]
+                    add_line(figure, points, norm, number, mode="lines+markers")
+                figure.update_xaxes(type="log", title="batch size (tokens in each batch)")
+                figure.update_yaxes(title=metric.name)
+                return figure, used
+    raise ValueError(
+        "none of these norms was trained and scored with two sizes of batch on one data set; run "
+        "`papers study pn.figure5`, or `papers train` with several --batch-tokens"
+    )
+
+
+def _singular_values(runs: Runs) -> Drawn:
+    figure, used = panels(1, 1), list[Recorded]()
+    for run in runs:
+        sites: dict[str, dict[int, float]] = {}
+        for quantity, series in run.recording.quantities.items():
+            if match := re.fullmatch(r"singular_value\[(\d+)\]", quantity):
+                for site, each in series.items():
+                    if points := each.points():
+                        sites.setdefault(site, {})[int(match[1])] = points[-1][1]
+        if sites:
+            line = next(iter(sites.values()))
+            top = max(line.values()) or 1.0
+            add_line(figure, [(place, line[place] / top) for place in sorted(line)], run.label, len(used))
+            used.append(run)
+    if not used:
+        raise ValueError("none of these runs recorded singular_value[i], which are taken at the end of a run")
+    figure.update_xaxes(title="index of the singular value")
+    figure.update_yaxes(title="normalized singular value", range=[0, 1.02])
+    return figure, used
+
+
+def _gamma_over_psi(runs: Runs) -> Drawn:
+    runs = with_quantities(runs, *QUARTILES)
+    run = first_sites(runs, QUARTILES[0], "pnv")[0][0]
+    sites, ends = run.complete_sites(QUARTILES, "pnv"), list[list[float]]()
+    for name in QUARTILES:
+        series = [run.recording.of(name)[site].points() for site in sites]
+        ends.append([points[-1][1] if points else 0.0 for points in series])
+    figure = panels(1, 1, [run.label], height=400)
+    boxes = dict(zip(("lowerfence", "q1", "median", "q3", "upperfence"), ends, strict=True))
+    figure.add_box(x=[short(site) for site in sites], **boxes, marker={"color": COLOURS[0]}, showlegend=False)
+    figure.add_hline(1, line={"dash": "dash", "color": "#808080"})
+    figure.update_yaxes(title="gamma / ψ_B", rangemode="tozero")
+    return figure, [run]
+
+
+# -- Transformers without Tears ---------------------------------------------------------------------------------------
+
+
+def _validation(run: Recorded, key: str) -> list[tuple[float, float]]:
+    return [(point["step"], point[key]) for point in run.result["valid"] if key in point]
+
+
+def _validated_by(runs: Runs) -> tuple[str, str]:
+    """The score that validated these runs, at least twice, and its title; else ValueError."""
+    for key, title in VALIDATED.items():
+        if any(len(_validation(run, key)) > 1 for run in runs):
+            return key, title
+    raise ValueError("none of these runs was validated twice; train with --valid-every")
+
+
+def _validations(runs: Runs) -> Drawn:
+    key, title = _validated_by(runs)
+    figure, used = panels(1, 1), list[Recorded]()
+    for run in runs:
+        if points := _validation(run, key):
+            add_line(figure, points, run.label, len(used), mode="lines+markers")
+            used.append(run)
+    figure.update_xaxes(title="step")
+    figure.update_yaxes(title=title)
+    return figure, used
+
+
+def _gradient_norms(runs: Runs) -> Drawn:
+    """Draw a panel for each run, on one scale; before clipping."""
+    runs = with_quantities(runs, "gradient_norm")
+    across = min(2, len(runs))
+    down = -(-len(runs) // across)
+    figure = panels(down, across, [run.label for run in runs], 220, shared_xaxes=True, shared_yaxes="all")
+    for number, run in enumerate(runs):
+        points = run.recording.of("gradient_norm")[""].points()
+        add_line(figure, points, run.label, number, number // across + 1, number % across + 1)
+    figure.update_layout(showlegend=False)
+    figure.update_xaxes(title="step", row=down)
+    figure.update_yaxes(title="gradient norm", col=1)
+    return figure, runs
+
+
+def _learned_g(runs: Runs) -> Drawn:
+    """Draw a panel for each kind of sublayer, at the end of training."""
+    runs = with_quantities(runs, "learned_g")
+    lines: dict[str, dict[int, list[tuple[int, float]]]] = {}
+    for number, run in enumerate(runs):
+        for site, series in run.sites("learned_g").items():
+            place = _place(site)
+            if place is not None and (points := series.points()):
+                lines.setdefault(place[0], {}).setdefault(number, []).append((place[1], points[-1][1]))
+    if not lines:
+        raise ValueError("none of the recorded norms is in a numbered layer of an encoder or a decoder")
+    figure = panels(1, len(lines), list(lines), shared_yaxes=True)
+    for column, by_run in enumerate(lines.values(), 1):
+        for number, points in by_run.items():
+            add_line(figure, sorted(points), runs[number].label, number, column=column, mode="lines+markers")
+    figure.update_xaxes(title="layer", dtick=1)
+    figure.update_yaxes(title="g", col=1)
+    return figure, [run for number, run in enumerate(runs) if any(number in by_run for by_run in lines.values())]
+
+
+def _learned_g_by_smoothing(runs: Runs) -> Drawn:
+    runs = with_quantities(runs, "learned_g")
+    if len({bool(run.settings.get(SMOOTHING)) for run in runs}) < 2:
+        raise ValueError("this compares runs with and without label smoothing; train one with --label-smoothing 0")
+    named = [f"{run.label}, {SMOOTHING}={run.settings.get(SMOOTHING, 0)}" for run in runs]
+    return _learned_g([
+        run if SMOOTHING in run.label else run._replace(label=name) for run, name in zip(runs, named, strict=True)
+    ])  # fmt: skip
+
+
+def _place(site: str) -> tuple[str, int] | None:
+    """Kind of sublayer and number of the layer, from 1.
+
+    >>> _place("decoder.layers.0.cross_norm")
+    ('decoder-encoder attention', 1)
+    """
+    parts = site.split(".")
+    number = next((int(part) for part in parts if part.isdecimal()), None)
+    for side, kinds in SUBLAYERS.items():
+        if side in parts and number is not None and parts[-1] in kinds:
+            return kinds[parts[-1]], number + 1
+    return None
+
+
+# -- Unified Normalization --------------------------------------------------------------------------------------------
+
+
+def _validations_by_task(runs: Runs) -> Drawn:
+    """Draw runs that keep norms with dashed lines."""
+    tasks: dict[tuple[str, str], list[Recorded]] = {}
+    for run in runs:
+        if len(run.result["valid"]) > 1:
+            tasks.setdefault(job(run.result), []).append(run)
+    _validated_by(runs)
+    titles = [f"{' on '.join(task)}; dashed: norms stay at inference" for task in tasks]
+    figure, used = panels(1, len(tasks), titles), list[Recorded]()
+    for column, members in enumerate(tasks.values(), 1):
+        key, title = _validated_by(members)
+        for number, run in enumerate(members):
+            if points := _validation(run, key):
+                line = {"color": COLOURS[number % len(COLOURS)], "dash": "solid" if folds_away(run) else "dash"}
+                add_line(figure, points, run.label, number, column=column, line=line)
+                used.append(run)
+        figure.update_xaxes(title="step", col=column)
+        figure.update_yaxes(title=title, col=column)
+    return figure, used
+
+
+def folds_away(run: Recorded) -> bool:
+    """Return True if all norms of a run can be folded into other layers after its training."""
+    model = run.settings["model"]
+    try:
+        norms = [make(spec, DIM) for spec in {model["norm"], *(model.get("norm_at") or {}).values()}]
+    except ValueError:  # a norm of another version of normkit
+        return False
+    return all(norm.offline for norm in norms)
+
+
+def _pnac(runs: Runs) -> Drawn:
+    """Draw a panel for each run."""
+    runs = with_quantities(runs, *PNAC)
+    figure = panels(1, len(runs), [run.label for run in runs], shared_yaxes=True)
+    for column, run in enumerate(runs, 1):
+        for number, quantity in enumerate(PNAC):
+            by_step: dict[float, list[float]] = {}
+            for series in run.sites(quantity).values():
+                for x, value in in_percent(run, series):
+                    by_step.setdefault(x, []).append(value)
+            means = [(x, statistics.fmean(values)) for x, values in sorted(by_step.items())]
+            add_line(figure, means, quantity.removeprefix("pnac_"), number, column=column, mode="lines+markers")
+    figure.update_xaxes(title=PERCENT, range=[0, 100])
+    figure.update_yaxes(range=[0, 102])
+    figure.update_yaxes(title="PNAC (%)", col=1)
+    return figure, runs
+
+
+def _one_channel(runs: Runs) -> Drawn:
+    rows = (
+        ("channel_activation", "channel_activation_am", "channel_activation_gm"),
+        ("channel_gradient", "channel_gradient_am"),
+    )
+    names = {"": "statistic of the batch", "_am": "arithmetic mean", "_gm": "geometric mean"}
+    run = with_quantities(runs, *rows[0], *rows[1])[0]
+    sites = run.complete_sites((*rows[0], *rows[1]))
+    sites = [sites[round(part * (len(sites) - 1) / (LAYERS - 1))] for part in range(LAYERS)] if sites[2:] else sites
+    figure = panels(2, len(sites), [short(site) for site in sites], 240, shared_xaxes=True)
+    for row, quantities in enumerate(rows, 1):
+        for column, site in enumerate(sites, 1):
+            for number, quantity in enumerate(quantities):
+                points = in_percent(run, run.recording.of(quantity)[site])
+                add_line(figure, points, names[quantity.removeprefix(quantities[0])], 3 - number, row, column)
+    figure.update_xaxes(title=f"{PERCENT}, {run.label}", row=2)
+    figure.update_yaxes(title="activation, σ²", row=1, col=1)
+    figure.update_yaxes(title="gradient, g_ψ²", row=2, col=1)
+    return figure, [run]
+
+
+def _filtered(runs: Runs) -> Drawn:
+    """Draw a panel for each run."""
+    runs = with_quantities(runs, "filtered")
+    figure = panels(len(runs), 1, [f"{run.label}, {run.steps:,} steps" for run in runs])
+    for row, run in enumerate(runs, 1):
+        sites = run.sites("filtered")
+        for number, part in enumerate(PARTS):
+            heights = [
+                next((value for step, value in reversed(series.points()) if step <= part * run.steps), 0.0)
+                for series in sites.values()
+            ]
+            name = f"after {part:.0%} of the steps"
+            style = {"name": name, "legendgroup": name, "showlegend": row == 1, "marker": {"color": COLOURS[number]}}
+            figure.add_bar(x=[short(site) for site in sites], y=heights, row=row, col=1, **style)
+    figure.update_yaxes(title="steps dropped")
+    return figure, runs
+
+
+def _similarity(runs: Runs) -> Drawn:
+    """Draw a map for each run; sites are "a|b", layers of two models. `papers study un.figure6` measures them."""
+    runs = with_quantities(runs, "cka")
+    figure = panels(1, len(runs), [run.label for run in runs], 360)
+    for column, run in enumerate(runs, 1):
+        cells = {
+            tuple(site.split("|", 1)): series.values[-1] for site, series in run.sites("cka").items() if "|" in site
+        }
+        down, across = (list(dict.fromkeys(pair[side] for pair in cells)) for side in (0, 1))
+        grid = [[cells.get((a, b)) for b in across] for a in down]
+        figure.add_heatmap(z=grid, x=across, y=down, zmin=0, zmax=1, colorscale="Cividis", row=1, col=column,
+                           showscale=column == len(runs), colorbar={"title": "CKA"})  # fmt: skip
+    figure.update_xaxes(title="layer of this model, by depth", showticklabels=False)
+    figure.update_yaxes(showticklabels=False)
+    figure.update_yaxes(title="layer of the model with LN, by depth", col=1)
+    return figure, runs
+
+
+def _pnac_by_depth(runs: Runs) -> Drawn:
+    """Draw a point a window."""
+    run = with_quantities(runs, *PNAC)[0]
+    parts = {"beginning of training": (0, 30), "end of training": (70, 100)}
+    figure = panels(1, 2, list(parts), shared_yaxes=True)
+    for column, (low, high) in enumerate(parts.values(), 1):
+        for number, quantity in enumerate(PNAC):
+            points = [
+                (place + 0.3 * number - 0.15, value)
+                for place, series in enumerate(run.sites(quantity).values(), 1)
+                for x, value in in_percent(run, series)
+                if low <= x <= high
+            ]
+            if points:
+                add_line(figure, points, quantity.removeprefix("pnac_"), number, column=column, mode="markers")
+    figure.update_xaxes(title=f"norm, by depth ({run.label})")
+    figure.update_yaxes(title="PNAC (%)", range=[-2, 102], col=1)
+    return figure, [run]
 
 
 class Drawing(NamedTuple):
     """A figure: the function that draws it, its content, and the quantities that it needs."""
 
-    draw: Callable[[Sequence[Recorded]], Drawn]
+    draw: Callable[[Runs], Drawn]
     about: str
     needs: str
 
 
-_VALID, _PNAC = "two validations (--valid-every)", "pnac_activation pnac_gradient (--quantities all)"
+_VALID, _ALL = "two validations (--valid-every)", "pnac_activation pnac_gradient (--quantities all)"
 FIGURES: dict[str, Drawing] = {
-    "pn.figure2": Drawing(power.figure2, "distance of batch and running statistics, first BatchNorm",
-                          "distance_mean distance_var"),
-    "pn.figure3": Drawing(power.figure3, "gradient through mean and variance, first BatchNorm", "g_mu g_sigma2"),
-    "pn.figure4": Drawing(power.figure4, "variance of BatchNorm against quadratic mean of PN-V",
+    "pn.figure2": Drawing(_first_norms({"distance_mean": BATCH_NORMS, "distance_var": BATCH_NORMS}),
+                          "distance of batch and running statistics, first BatchNorm", "distance_mean distance_var"),
+    "pn.figure3": Drawing(_first_norms({"g_mu": BATCH_NORMS, "g_sigma2": BATCH_NORMS}),
+                          "gradient through mean and variance, first BatchNorm", "g_mu g_sigma2"),
+    "pn.figure4": Drawing(_first_norms({"distance_var": BATCH_NORMS, "g_sigma2": BATCH_NORMS},
+                                       {"distance_quadratic": ("pnv",), "g_psi2": ("pnv",)}),
+                          "variance of BatchNorm against quadratic mean of PN-V",
                           "distance_var distance_quadratic g_sigma2 g_psi2"),
-    "pn.figure5": Drawing(power.figure5, "score by batch size", "scores of two sizes of batch (--batch-tokens)"),
-    "pn.figure6": Drawing(power.figure6, "singular values of the embedding after training", "singular_value[i]"),
-    "pn.figure7": Drawing(power.figure7, "spread of gamma over psi_B by layer at the end of training; Lemma 2 holds up "
-                          "to 1", " ".join(power.QUARTILES)),
-    "tears.figure1": Drawing(tears.figure1, "score on the validation split while training", _VALID),
-    "tears.figure2": Drawing(tears.figure2, "norm of the whole gradient while training", "gradient_norm"),
-    "tears.figure3": Drawing(tears.figure3, "learned g by depth and kind of sublayer", "learned_g"),
-    "tears.figure4": Drawing(tears.figure4, "learned g with and without label smoothing", "learned_g"),
-    "un.figure1": Drawing(unified.figure1, "score on the validation split by norm, a panel a task", _VALID),
-    "un.figure3": Drawing(unified.figure3, "channels whose statistics look normal, averaged over layers", _PNAC),
-    "un.figure4": Drawing(unified.figure4, "statistics of one channel in three layers, and their means over a window",
+    "pn.figure5": Drawing(_by_batch_size, "score by batch size", "scores of two sizes of batch (--batch-tokens)"),
+    "pn.figure6": Drawing(_singular_values, "singular values of the embedding after training, the largest being 1",
+                          "singular_value[i]"),
+    "pn.figure7": Drawing(_gamma_over_psi, "spread of gamma over psi_B by layer at the end of training; Lemma 2 holds "
+                          "up to 1", " ".join(QUARTILES)),
+    "tears.figure1": Drawing(_validations, "score on the validation split while training", _VALID),
+    "tears.figure2": Drawing(_gradient_norms, "norm of the whole gradient while training", "gradient_norm"),
+    "tears.figure3": Drawing(_learned_g, "learned g by depth and kind of sublayer", "learned_g"),
+    "tears.figure4": Drawing(_learned_g_by_smoothing, "learned g with and without label smoothing", "learned_g"),
+    "un.figure1": Drawing(_validations_by_task, "score on the validation split by norm, a panel a task", _VALID),
+    "un.figure3": Drawing(_pnac, "channels whose statistics look normal, averaged over layers", _ALL),
+    "un.figure4": Drawing(_one_channel, "statistics of one channel in three layers, and their means over a window",
                           "channel_activation and channel_gradient with _am and _gm"),
-    "un.figure5": Drawing(unified.figure5, "steps that outlier filtration has dropped, by layer", "filtered"),
-    "un.figure6": Drawing(unified.figure6, "similarity (CKA) of the layers of two models", "cka"),
-    "un.figure7": Drawing(unified.figure7, "channels that look normal, by layer and part of training", _PNAC),
+    "un.figure5": Drawing(_filtered, "steps that outlier filtration has dropped, by layer", "filtered"),
+    "un.figure6": Drawing(_similarity, "similarity (CKA) of the layers of two models", "cka"),
+    "un.figure7": Drawing(_pnac_by_depth, "channels that look normal, by layer and part of training", _ALL),
 }  # fmt: skip
 
 

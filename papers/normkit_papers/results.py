@@ -44,9 +44,14 @@ def read(path: str | Path) -> dict[str, Any]:
     return result
 
 
+def exists(folder: Path) -> bool:
+    """Return True if a folder has a result file."""
+    return (folder / FILE).is_file()
+
+
 def ended(folder: Path) -> dict[str, Any] | None:
     """Return the result of a run that ended by itself, if the folder has one."""
-    found = read(folder) if (folder / FILE).is_file() else None
+    found = read(folder) if exists(folder) else None
     return None if found is None or found["status"].startswith("interrupted") else found
 
 

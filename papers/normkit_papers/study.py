@@ -47,7 +47,7 @@ Bases = Mapping[str, Base]
 """Bases of one column by scale. A scale without an entry has not been run: the table shows the paper's figures."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Column:
     """A column of a table: one metric of some runs.
 
@@ -97,7 +97,7 @@ class Row:
 
 def columns(base: Bases, metrics: Mapping[str, str]) -> tuple[Column, ...]:
     """Columns of the same runs: metrics by title."""
-    return tuple(Column(title=title, metric=metric, base=base) for title, metric in metrics.items())
+    return tuple(Column(title, metric, base) for title, metric in metrics.items())
 
 
 def norm_rows(*specs: str) -> tuple[Row, ...]:
@@ -123,10 +123,10 @@ class Study:
         seeds: Runs of each cell, unless the command gives another number.
         script: Command that measures the study's numbers, for a study without runs of its own.
 
-    >>> from normkit_papers.recipes import g2p_cmudict
-    >>> base = {"pocket": Base("toy", g2p_cmudict, {"steps": 10})}
+    >>> from normkit_papers.recipes import RECIPES
+    >>> base = {"pocket": Base("toy", RECIPES["g2p_cmudict"], {"steps": 10})}
     >>> rows = (Row("LN", {}), Row("UN", {"model.norm": "un"}))
-    >>> study = Study(id="toy", title="Toy", columns=(Column(title="PER", metric="per", base=base),), rows=rows)
+    >>> study = Study(id="toy", title="Toy", columns=(Column("PER", "per", base),), rows=rows)
     >>> [str(cell.folder) for cell in expand(study, "pocket")]
     ['pocket/toy/layer', 'pocket/toy/un']
     """
@@ -218,8 +218,8 @@ def expand(study: Study, scale: str, only: Sequence[str] = ()) -> list[Cell]:
 def override(run: Run, settings: Settings) -> Run:
     """Replace some settings of a run.
 
-    >>> from normkit_papers.recipes import g2p_cmudict
-    >>> run = override(g2p_cmudict(), {"model.norm": "un", "warmup": Times(2)})
+    >>> from normkit_papers.recipes import RECIPES
+    >>> run = override(RECIPES["g2p_cmudict"](), {"model.norm": "un", "warmup": Times(2)})
     >>> run.model.norm, run.warmup
     ('un', 1000)
     """
@@ -280,8 +280,8 @@ def warmed(spec: str, warmup: int, automatic: bool = False) -> str:
 def warm(run: Run, automatic: bool = False) -> Run:
     """Apply `warmed` to all norms.
 
-    >>> from normkit_papers.recipes import g2p_cmudict
-    >>> run = override(g2p_cmudict(), {"model.norm": "un", "model.norm_at": {"*.final": "mabn(warmup=9)"}})
+    >>> from normkit_papers.recipes import RECIPES
+    >>> run = override(RECIPES["g2p_cmudict"](), {"model.norm": "un", "model.norm_at": {"*.final": "mabn(warmup=9)"}})
     >>> warm(run).model.norm, warm(run).model.norm_at
     ('un(warmup=500)', {'*.final': 'mabn(warmup=9)'})
     """
@@ -292,8 +292,8 @@ def warm(run: Run, automatic: bool = False) -> Run:
 def folder_name(base: Run, run: Run) -> str:
     """Name a run's folder by its norm and the other settings that differ from its base.
 
-    >>> from normkit_papers.recipes import g2p_cmudict
-    >>> base = g2p_cmudict()
+    >>> from normkit_papers.recipes import RECIPES
+    >>> base = RECIPES["g2p_cmudict"]()
     >>> folder_name(base, override(base, {"model.norm": "power(groups=0)", "model.placement": "post"}))
     'power-groups=0,placement=post'
     """

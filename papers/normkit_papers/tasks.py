@@ -39,8 +39,6 @@ class TaskSpec:
     """`LightningModule(run, model, data)` that trains and scores."""
     model: str
     """`(config, vocabularies) -> nn.Module`."""
-    example: str
-    """`(config, vocabularies) -> tensors`: an input of the model, or of its `part`."""
     data: str
     """`(run, on_stage) -> reader`: checks that the data exists; calling the reader reads it."""
     metrics: tuple[Metric, ...]
@@ -52,7 +50,7 @@ class TaskSpec:
     part: str = ""
     """Submodule that contains the norms; empty for the whole model."""
 
-    def load(self, part: Literal["module", "model", "example", "data"]) -> Any:
+    def load(self, part: Literal["module", "model", "data"]) -> Any:
         """Import and return the code of a part.
 
         >>> TASKS["lm"].load("module").__name__
@@ -63,27 +61,27 @@ class TaskSpec:
 
 TASKS: dict[str, TaskSpec] = {
     "g2p": TaskSpec(
-        module="translation:Translation", model="build:seq2seq", example="build:sentence_pairs",
+        module="translation:Translation", model="build:seq2seq",
         data="source:sequences", metrics=(PER,), decided_by="beam",
     ),
     "mt": TaskSpec(
-        module="translation:MachineTranslation", model="build:seq2seq", example="build:sentence_pairs",
+        module="translation:MachineTranslation", model="build:seq2seq",
         data="source:corpus", metrics=(BLEU,), decided_by="beam",
     ),
     "lm": TaskSpec(
-        module="language:Language", model="build:language_model", example="build:text",
+        module="language:Language", model="build:language_model",
         data="source:corpus", metrics=(PERPLEXITY,),
     ),
     "digits": TaskSpec(
-        module="images:Classification", model="build:digit_classifier", example="build:digits",
+        module="images:Classification", model="build:digit_classifier",
         data="source:sequences", metrics=(ACCURACY,), unit="images",
     ),
     "images": TaskSpec(
-        module="images:ImageClassification", model="build:image_classifier", example="build:images",
+        module="images:ImageClassification", model="build:image_classifier",
         data="source:images", metrics=(ACCURACY,), unit="images",
     ),
     "detection": TaskSpec(
-        module="detection:Detection", model="build:object_detector", example="build:one_image",
+        module="detection:Detection", model="build:object_detector",
         data="source:annotated_images", metrics=(BOX_AP, MASK_AP), unit="images", part="backbone",
     ),
 }  # fmt: skip

@@ -47,12 +47,6 @@ class Program:
         return self.process.exitcode or 0, out, err
 
 
-@pytest.fixture
-def forked_workers(monkeypatch):
-    """Workers of studies are forked, too; other tests start them as users do."""
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: FORKS)
-
-
 def _run(code: str, arguments: tuple[str, ...], environment: dict[str, str], cwd: Path | None, output: Path) -> None:
     for name, number in (("out", 1), ("err", 2)):
         os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT), number)
@@ -77,14 +71,3 @@ def two_ranks(code: str) -> None:
     ranks = [Program(code, **variables, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
     ended = [rank.ended() for rank in ranks]
     assert [exit_code for exit_code, _, _ in ended] == [0, 0], ended
-
-
-def torchrun(code: str) -> None:
-    """Run a program in two processes, as the command `torchrun` calls it, but they are forked."""
-    launch = (
-        "from torch.distributed.launcher import LaunchConfig, elastic_launch\n"
-        "at = {'rdzv_backend': 'c10d', 'rdzv_endpoint': '127.0.0.1:0'}\n"
-        f"elastic_launch(LaunchConfig(1, 1, 2, start_method='fork', **at), exec)({code!r})\n"
-    )
-    exit_code, _, err = Program(launch).ended()
-    assert exit_code == 0, err[-3000:]

@@ -97,15 +97,6 @@ def test_norms_with_a_number_and_with_auto_load_each_other(spec):
     fixed.load_state_dict(auto.state_dict())
 
 
-def test_reset_warmup_starts_it_again():
-    norm = nk.make(SPECS[0], DIM)
-    train(norm, batches(190, 40))
-    norm.reset_warmup()
-    assert int(norm.warmup_end) == 0
-    train(norm, batches(60, 0))
-    assert int(norm.warmup_end) == 0
-
-
 def test_on_a_gpu_few_calls_copy_the_counter(monkeypatch):
     copies = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -124,14 +115,6 @@ def test_on_a_gpu_few_calls_copy_the_counter(monkeypatch):
     assert len(copies) == 5
     of_another_state = SimpleNamespace(is_cpu=False, is_cuda=True, device="cuda:1", value=0)
     assert not known.at_least(1, of_another_state)
-
-
-def test_the_doctor_reports_a_warmup_that_has_not_ended():
-    model = nk.convert(torch.nn.Sequential(torch.nn.Linear(DIM, DIM), torch.nn.LayerNorm(DIM)), SPECS[0])
-    with nk.record(model, every=1) as rows:
-        for x in batches(20, 20):
-            model(x).square().sum().backward()
-    assert any(finding.kind == "warm-up" for finding in nk.diagnose(rows))
 
 
 def test_other_words_raise():

@@ -16,7 +16,7 @@ from normkit_papers.data.scenes import find_scenes
 from normkit_papers.models.config import Model
 from normkit_papers.models.detection import DETECTORS, detector
 from normkit_papers.models.torchvision_ops import load_torchvision, nms, roi_align
-from normkit_papers.studies.catalogue import RECIPES
+from normkit_papers.recipes import RECIPES
 from normkit_papers.train.build import build_model
 from normkit_papers.train.config import DetectionRun
 from normkit_papers.train.detection import Detection, Item, Samples, SceneAugmentation

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from forked import Program, free_port
-from normkit_papers.studies.catalogue import RECIPES
+from normkit_papers.recipes import RECIPES
 from normkit_papers.train import callback as callbacks
-from normkit_papers.train.distributed_env import is_rank_zero
 from normkit_papers.train.lightning import make_trainer
-from normkit_papers.train.parallel import cluster_plugins
+from normkit_papers.train.parallel import cluster_plugins, is_rank_zero
 from normkit_papers.train.run import train
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "4",

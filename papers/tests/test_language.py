@@ -13,7 +13,7 @@ from normkit_papers.models.mixers import RelativeAttention
 from normkit_papers.train import language
 from normkit_papers.train.config import LanguageRun
 from normkit_papers.train.run import train
-from test_resume import everything, same
+from test_resume import everything, killed_at, same
 
 from normkit.norms import NORMS, Norm
 
@@ -25,10 +25,6 @@ RUN = LanguageRun(
     name="text", data="pydoc", context=5, model=XL, steps=24, batch_tokens=20, valid_every=6,
     checkpoint_every=5, record_every=4, warmup=2, threads=1, label_smoothing=0.0,
 )  # fmt: skip
-
-
-class Killed(Exception):
-    """Ends a process."""
 
 
 def random(module):
@@ -150,20 +146,8 @@ def test_words_before_a_piece_are_read_and_not_scored():
 )
 def test_a_resumed_run_continues_its_streams_and_averages(changes, tmp_path):
     run = dataclasses.replace(RUN, data=str(write_text(tmp_path / "text")), **changes)
-
-    def die(progress):
-        if progress.step >= 18:
-            raise Killed
-
-    result = train(run, tmp_path / "whole")
-    assert result["status"] == "done"
-    with pytest.raises(Killed):
-        train(run, tmp_path / "killed", on_progress=die)
-    train(run, tmp_path / "killed", resume=True)
-    if run.record_every == 0:
-        for folder in ("whole", "killed"):
-            (tmp_path / folder / "rows.csv").touch()
-    same(everything(tmp_path / "killed"), everything(tmp_path / "whole"))
+    assert train(run, tmp_path / "whole")["status"] == "done"
+    same(killed_at(run, tmp_path / "killed", 18), everything(tmp_path / "whole"))
 
 
 def test_evaluation_starts_without_state_and_leaves_that_of_training(monkeypatch):

@@ -8,8 +8,8 @@ from normkit_papers.data.embedded import reader
 from normkit_papers.inference import translate_lines
 from normkit_papers.models.config import Model
 from normkit_papers.train.build import build_model
-from normkit_papers.train.calibrate_run import calibrate_run
 from normkit_papers.train.config import Run
+from normkit_papers.train.fold_run import calibrate_run
 from normkit_papers.train.folder import Loaded
 from normkit_papers.train.run import train
 from normkit_papers.train.source import open_task
@@ -51,19 +51,14 @@ def test_a_trained_model_is_not_calibrated_on_data_with_other_words(tmp_path):
 
 
 def test_a_short_run_is_calibrated_on_no_more_batches_than_it_was_trained_on(tmp_path):
-    run = Run(
-        name="toy",
-        task="g2p",
-        data=str(write_pairs(tmp_path)),
-        steps=3,
-        model=Model(width=16, hidden=16, depth=1, heads=2),
-    )
+    model = Model(width=16, hidden=16, depth=1, heads=2)
+    run = Run(name="toy", task="g2p", data=str(write_pairs(tmp_path)), steps=3, model=model)
     words = reader(run.data)().vocabularies
     model = build_model(run.task, run.model, words)
     tasks = [open_task(Loaded(dataclasses.replace(run, steps=steps), model, words)) for steps in (3, 10_000)]
     assert [task.calibration_batches for task in tasks] == [3, 200]
-    seen = []
     norms = dataclasses.replace(run, model=dataclasses.replace(run.model, norm="pnv"))
     loaded = Loaded(norms, build_model(run.task, norms.model, words), words)
-    calibrate_run(loaded, track=lambda batches, total: (seen.append(total) or each for each in batches))
-    assert seen == [3] * 3, "progress is shown of each batch"
+    calibrated, text = calibrate_run(loaded)
+    assert "on 3 training batches" in text
+    assert not calibrated.model.encoder.final_norm.running.equal(loaded.model.encoder.final_norm.running)

@@ -10,8 +10,9 @@ import pytest
 from forked import Program
 from normkit_papers import results
 from normkit_papers.cli import COMMANDS, main
+from normkit_papers.recipes import RECIPES
 from normkit_papers.studies import demo as demo_module
-from normkit_papers.studies.catalogue import RECIPES, STUDIES
+from normkit_papers.studies.catalogue import STUDIES
 from normkit_papers.study import Base, Column, Row, Study
 from normkit_papers.train.folder import checkpoints, load
 
@@ -26,7 +27,7 @@ TOY = Study(
     id="toy",
     title="trained in moments",
     rows=(Row("LN", {}, ("81.3",)), Row("UN", {"model.norm": "un"}, ("81.0",))),
-    columns=(Column(title="digits", metric="accuracy", base={"pocket": Base("t", RECIPES["vit_digits"], FAST)}),),
+    columns=(Column("digits", "accuracy", {"pocket": Base("t", RECIPES["vit_digits"], FAST)}),),
 )
 
 
@@ -36,7 +37,7 @@ def demo(tmp_path_factory):
     out, recipe, fold = tmp_path_factory.mktemp("demo"), RECIPES["g2p_cmudict"](), demo_module.fold_and_time
     small = dataclasses.replace(recipe, test_items=20, valid_items=20, batch_tokens=100)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo_module, "g2p_cmudict", lambda: small)
+        patch.setitem(RECIPES, "g2p_cmudict", lambda: small)
         patch.setattr(demo_module, "fold_and_time", lambda folders: fold(folders, rounds=3))
         assert main(["demo", "--norms", "layer", "un", "--steps", "12", "--processes", "1", "--out", str(out)]) == 0
     return out
@@ -148,13 +149,15 @@ def test_a_signal_ends_training_with_a_checkpoint(number, status, tmp_path):
 
 
 def test_runs_are_used(demo, tmp_path, capsys, monkeypatch):
-    assert main(["use", "pronounce", str(demo / "un"), "hello", "world"]) == 0
-    hello, world = capsys.readouterr().out.splitlines()
+    monkeypatch.setattr("sys.stdin", ["hello\n", "\n", "world\n"])
+    assert main(["use", "translate", str(demo / "un")]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert (len(said), said[1]) == (3, "")
     assert main(["use", "fold", str(demo / "un"), "--out", str(tmp_path / "folded")]) == 0
     assert "12 of 12 norms fold away" in capsys.readouterr().out
     monkeypatch.setattr("sys.stdin", ["hello\n", "\n", "world\n"])
     assert main(["use", "translate", str(tmp_path / "folded")]) == 0
-    assert capsys.readouterr().out.splitlines() == [hello.split("  ")[1], "", world.split("  ")[1]]
+    assert capsys.readouterr().out.splitlines() == said
     assert main(["use", "fold", str(demo / "un"), "--out", str(tmp_path / "folded")]) == 2, "a model is there"
     capsys.readouterr()
     monkeypatch.setattr("sys.stdin", ["good\n", "b4d\n"])

@@ -8,11 +8,11 @@ import made_results
 import pytest
 from made_results import result, score, write
 from normkit_papers import figures, results
+from normkit_papers.figures import folds_away
 from normkit_papers.report import compare, page, summary
 from normkit_papers.report.recorded import Recorded, extremes, first_sites, recorded
 from normkit_papers.report.settings import labels
 from normkit_papers.studies import rows
-from normkit_papers.unified.figures import folds_away
 
 from normkit.watch import Recording, Row, read_run
 

@@ -19,17 +19,10 @@ from normkit_papers.train.run import train
 from normkit_papers.train.weights import model_state, read_checkpoint
 
 RUN = DigitsRun(
-    name="resumed",
-    data="digits",
+    name="resumed", data="digits", steps=40, batch_tokens=24, warmup=5, valid_every=8, checkpoint_every=7,
+    record_every=3, threads=1,
     model=Model(width=16, hidden=24, depth=2, heads=2, norm="un(warmup=9)", dropout=0.2, attention_dropout=0.1),
-    steps=40,
-    batch_tokens=24,
-    warmup=5,
-    valid_every=8,
-    checkpoint_every=7,
-    record_every=3,
-    threads=1,
-)
+)  # fmt: skip
 
 
 class Killed(Exception):
@@ -45,7 +38,8 @@ def everything(folder):
     """All that a run leaves, but for times."""
     result = json.loads((folder / "result.json").read_text())
     kept = {name: result[name] for name in ("run", "status", "parameters", "curve", "valid", "scores")}
-    files = {name: (folder / name).read_bytes() for name in ("model.safetensors", "rows.csv", "run.json", "vocab.json")}
+    names = ("model.safetensors", "rows.csv", "run.json", "vocab.json")
+    files = {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
     last = read_checkpoint(checkpoints(folder)[-1])
     return kept, files, last["optimizer_states"], last["lr_schedulers"], last["global_step"]
 
@@ -74,55 +68,45 @@ def whole(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("step", [3, 7, 8, 20, 35, 40])
-def test_killed_at_a_step_and_resumed(step, whole, tmp_path):
-    def die(progress):
-        if progress.step >= step:
-            raise Killed
-
-    with pytest.raises(Killed):
-        train(RUN, tmp_path, on_progress=die)
-    assert not (tmp_path / "result.json").exists()
-    train(RUN, tmp_path, resume=True)
-    same(everything(tmp_path), everything(whole))
-
-
-def test_killed_twice_with_accumulation(tmp_path):
-    run = dataclasses.replace(
-        RUN, accumulate=2, steps=20, model=dataclasses.replace(RUN.model, norm="power(groups=0, warmup=7)")
-    )
-    train(run, tmp_path / "whole")
-    for step in (9, 16):
+def killed_at(run, folder, *steps):
+    """Train a run that is killed at these steps, and then resumed to its end."""
+    for step in steps:
 
         def die(progress, step=step):
             if progress.step >= step:
                 raise Killed
 
         with pytest.raises(Killed):
-            train(run, tmp_path / "killed", resume=True, on_progress=die)
-    train(run, tmp_path / "killed", resume=True)
-    same(everything(tmp_path / "killed"), everything(tmp_path / "whole"))
+            train(run, folder, resume=True, on_progress=die)
+        assert not (folder / "result.json").exists()
+    train(run, folder, resume=True)
+    return everything(folder)
 
 
-def test_asked_to_stop_between_two_points_of_the_curve(tmp_path, monkeypatch):
-    monkeypatch.setattr(callback, "REPORT_EVERY", 0.0)
-    run = dataclasses.replace(RUN, steps=400, valid_every=200, checkpoint_every=200, record_every=100)
+@pytest.mark.parametrize("step", [3, 7, 8, 20, 35, 40])
+def test_killed_at_a_step_and_resumed(step, whole, tmp_path):
+    same(killed_at(RUN, tmp_path, step), everything(whole))
+
+
+def test_killed_twice_with_accumulation(tmp_path):
+    model = dataclasses.replace(RUN.model, norm="power(groups=0, warmup=7)")
+    run = dataclasses.replace(RUN, accumulate=2, steps=20, model=model)
     train(run, tmp_path / "whole")
-    result = train(run, tmp_path / "stopped", on_progress=lambda progress: progress.step >= 17)
-    assert result["status"] == "interrupted at step 17"
+    same(killed_at(run, tmp_path / "killed", 9, 16), everything(tmp_path / "whole"))
+
+
+def test_asked_to_stop_between_two_points_of_the_curve_and_two_checkpoints(tmp_path, monkeypatch):
+    """The checkpoint of the interrupt is resumed from, and not averaged."""
+    monkeypatch.setattr(callback, "REPORT_EVERY", 0.0)
+    run = dataclasses.replace(RUN, steps=400, valid_every=200, checkpoint_every=100, record_every=100, average=3)
+    train(run, tmp_path / "whole")
+    result = train(run, tmp_path / "stopped", on_progress=lambda progress: progress.step >= 317)
+    assert result["status"] == "interrupted at step 317"
+    assert checkpoints(tmp_path / "stopped")[-1].name == "step-00000317.ckpt"
     shown = []
-    train(run, tmp_path / "stopped", resume=True, on_progress=shown.append)
+    assert train(run, tmp_path / "stopped", resume=True, on_progress=shown.append)["averaged"] == 3
     same(everything(tmp_path / "stopped"), everything(tmp_path / "whole"))
     assert not any(math.isnan(progress.loss) for progress in shown if progress.stage == "training")
-
-
-def test_the_checkpoint_of_an_interrupt_is_not_averaged(tmp_path):
-    run = dataclasses.replace(RUN, average=3)
-    train(run, tmp_path / "whole")
-    train(run, tmp_path / "stopped", on_progress=lambda progress: progress.step >= 31)
-    assert checkpoints(tmp_path / "stopped")[-1].name == "step-00000031.ckpt"
-    assert train(run, tmp_path / "stopped", resume=True)["averaged"] == 3
-    same(everything(tmp_path / "stopped"), everything(tmp_path / "whole"))
 
 
 def test_a_run_resumes_with_another_name_and_workers(whole, tmp_path):
@@ -137,18 +121,11 @@ def test_a_run_resumes_with_another_name_and_workers(whole, tmp_path):
 def test_a_process_that_is_killed(whole, tmp_path):
     """SIGKILL while it trains; what resumes is another process."""
     code = (
-        "import sys, time\n"
-        "from pathlib import Path\n"
-        "from normkit_papers.train.config import Run\n"
-        "from normkit_papers.train.run import train\n"
-        "folder = Path(sys.argv[1])\n"
-        "run = Run.from_json(Path(sys.argv[2]).read_text())\n"
-        "train(run, folder, resume=True, on_progress=lambda p: time.sleep(0.05))\n"
+        "import sys, time; from normkit_papers.train.config import Run; from normkit_papers.train.run import train\n"
+        "train(Run.from_json(sys.argv[2]), sys.argv[1], resume=True, on_progress=lambda p: time.sleep(0.05))\n"
     )
-    settings = tmp_path / "settings.json"
-    settings.write_text(RUN.to_json())
     folder = tmp_path / "run"
-    program = Program(code, str(folder), str(settings))
+    program = Program(code, str(folder), RUN.to_json())
     deadline = time.monotonic() + 300
     while not checkpoint_path(folder, 14).exists():
         assert program.process.is_alive(), "ended before it could be killed"
@@ -157,7 +134,7 @@ def test_a_process_that_is_killed(whole, tmp_path):
     program.process.kill()
     assert program.ended()[0] == -signal.SIGKILL
     assert not (folder / "result.json").exists()
-    code, _, errors = Program(code, str(folder), str(settings)).ended()
+    code, _, errors = Program(code, str(folder), RUN.to_json()).ended()
     assert code == 0, errors
     same(everything(folder), everything(whole))
 

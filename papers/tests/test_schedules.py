@@ -24,26 +24,28 @@ def rates(schedule, steps):
     return out
 
 
-def check(got, expected):
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"schedule": "constant"}, [1.0] * 3),
+        ({"schedule": "constant", "warmup": 4}, [0.25, 0.5, 0.75, 1, 1, 1]),
+        ({"schedule": "steps", "warmup": 2, "milestones": (3, 5)}, [0.5, 1, 1, 0.1, 0.1, 0.01]),
+        (  # Equation 7 of Tears, d = 512
+            {"schedule": "inverse_sqrt", "warmup": 40, "lr": (512 * 40) ** -0.5, "steps": 300},
+            [512**-0.5 * min(n**-0.5, n * 40**-1.5) for n in range(1, 200)],
+        ),
+    ],
+)
+def test_rates_are_those_of_the_formula_for_each_group(settings, expected):
+    got = rates(made(**settings), len(expected))
     assert [rate for rate, _ in got] == pytest.approx(expected, rel=1e-12)
     assert [rate for _, rate in got] == pytest.approx([0.1 * rate for rate in expected], rel=1e-12)
 
 
-def test_inverse_sqrt_is_equation_7_of_tears():
-    d, warmup = 512, 40
-    schedule = made(schedule="inverse_sqrt", warmup=warmup, lr=1 / math.sqrt(d * warmup), steps=300)
-    check(rates(schedule, 199), [min(n**-0.5, n * warmup**-1.5) / math.sqrt(d) for n in range(1, 200)])
-
-
 def test_inverse_sqrt_can_start_as_fairseq_does():
     got = rates(made(schedule="inverse_sqrt", warmup=10, lr=7e-4, warmup_start=1e-7), 20)
-    assert [rate for rate, _ in got[:9]] == pytest.approx([1e-7 + n * (7e-4 - 1e-7) / 10 for n in range(1, 10)])
-    check(got[9:], [7e-4 * math.sqrt(10 / n) for n in range(10, 21)])
-
-
-def test_constant_with_and_without_warm_up():
-    check(rates(made(schedule="constant"), 3), [1.0] * 3)
-    check(rates(made(schedule="constant", warmup=4), 6), [0.25, 0.5, 0.75, 1, 1, 1])
+    expected = [1e-7 + n * (7e-4 - 1e-7) / 10 for n in range(1, 10)] + [7e-4 * math.sqrt(10 / n) for n in range(10, 21)]
+    assert [rate for rate, _ in got] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("start", [0.0, 0.1])
@@ -54,10 +56,6 @@ def test_cosine_rises_to_the_peak_and_falls_to_the_floor(start):
     for group, peak in ((0, 1.0), (1, 0.1)):
         expected = [0.02 + (peak - 0.02) * (1 + math.cos(math.pi * n / 16)) / 2 for n in range(16)]
         assert [both[group] for both in got[4:]] == pytest.approx(expected)
-
-
-def test_steps_fall_after_each_milestone():
-    check(rates(made(schedule="steps", warmup=2, milestones=(3, 5)), 6), [0.5, 1, 1, 0.1, 0.1, 0.01])
 
 
 def test_validation_decay_compares_the_best():

@@ -5,7 +5,7 @@ import math
 
 import pytest
 from normkit_papers.models.config import Model
-from normkit_papers.studies.catalogue import RECIPES
+from normkit_papers.recipes import RECIPES
 from normkit_papers.train.config import DetectionRun, DigitsRun, G2PRun, ImageRun, LanguageRun, Run, TranslationRun
 
 RUNS = {

@@ -12,7 +12,7 @@ from normkit_papers.data.images import ImageData, ImageSplit, read_images
 from normkit_papers.data.vocab import Vocab
 from normkit_papers.models.classifiers import classifier
 from normkit_papers.models.config import Model
-from normkit_papers.studies.catalogue import RECIPES
+from normkit_papers.recipes import RECIPES
 from normkit_papers.train import images as task_images
 from normkit_papers.train.config import ImageRun, Images
 from normkit_papers.train.folder import load
@@ -71,29 +71,6 @@ def test_a_batch_is_a_function_of_seed_and_number(settings):
     assert torch.equal(states[0], torch.get_rng_state()), "dropout's chance is left alone"
     assert np.array_equal(states[1], np.random.get_state()[1])  # noqa: NPY002
     assert states[2] == random.getstate()
-
-
-def test_mixup_mixes_images_and_classes_by_one_share():
-    data = album()
-    plain, labels = shown(Images(crop="none", flip=0.0), data)
-    mixed, shares = shown(Images(crop="none", flip=0.0, mixup=0.8), data)
-    torch.testing.assert_close(shares.sum(1), torch.ones(8))
-    truth = torch.nn.functional.one_hot(labels, 3).float()
-    partner, partner_truth = plain.roll(1, 0), truth.roll(1, 0)
-    share = next(float(s[y]) for s, y, z in zip(shares, labels, labels.roll(1), strict=True) if y != z)
-    torch.testing.assert_close(mixed, share * plain + (1 - share) * partner, atol=1e-5, rtol=0)
-    torch.testing.assert_close(shares, share * truth + (1 - share) * partner_truth)
-
-
-def test_cutmix_class_share_is_the_area():
-    data = album()
-    plain, labels = shown(Images(crop="none", flip=0.0), data)
-    mixed, shares = shown(Images(crop="none", flip=0.0, cutmix=1.0), data)
-    foreign = (mixed != plain).any(1)
-    torch.testing.assert_close(mixed, torch.where(foreign[:, None], plain.roll(1, 0), plain), atol=0, rtol=0)
-    for item in range(8):
-        if labels[item] != labels[item - 1]:
-            assert float(shares[item, labels[item - 1]]) == pytest.approx(float(foreign[item].float().mean()), abs=1e-3)
 
 
 def test_loss_of_soft_classes_follows_the_formula():

@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 from corpus_files import cache_with_kernels, write_corpus
-from forked import torchrun, two_ranks
+from forked import two_ranks
 from normkit_papers.data.corpora import CORPORA, locate
 from normkit_papers.data.prepare import prepare
 from normkit_papers.data.vocab import PAD, Subwords
 from normkit_papers.models.config import Model
 from normkit_papers.models.mt import Seq2Seq
-from normkit_papers.studies.catalogue import RECIPES
+from normkit_papers.recipes import RECIPES
 from normkit_papers.train import translation
 from normkit_papers.train.config import TranslationRun
 from normkit_papers.train.folder import checkpoints, load
@@ -246,13 +246,13 @@ def test_beam_search_splits_batches_that_exceed_memory(corpus, tmp_path, monkeyp
         train(changed(corpus, steps=5), tmp_path / "full")
 
 
-def in_two_processes(run, folder, by_torchrun):
-    """Train the rest of a run, started by torchrun or as it does; its result and weights."""
+def in_two_processes(run, folder):
+    """Train the rest of a run, started as torchrun does; its result and weights."""
     program = (
         "from normkit_papers.train.config import Run; from normkit_papers.train.run import train\n"
         f"train(Run.from_json({run.to_json()!r}), {str(folder)!r}, resume=True)\n"
     )
-    (torchrun if by_torchrun else two_ranks)(program)
+    two_ranks(program)
     return json.loads((folder / "result.json").read_text()), (folder / "model.safetensors").read_bytes()
 
 
@@ -265,14 +265,14 @@ def test_two_processes_train_one_model(corpus, tmp_path):
         model = dataclasses.replace(TINY, norm="un(sync=True, warmup=4)", word_dropout=0.2)  # draws a number a word
         run = changed(corpus, model=model, devices=2, strategy=strategy, device="cpu", steps=6, valid_every=3,
                       checkpoint_every=3, record_every=2 * (strategy == "ddp"), test_items=5)  # fmt: skip
-        result, weights = in_two_processes(run, folder, by_torchrun=strategy == "ddp")
+        result, weights = in_two_processes(run, folder)
         assert result["status"] == "done"
         assert result["scores"]["beam"]["n"] == 5
         assert int(load(folder).model.encoder.final_norm.step) == 6
         losses[strategy] = [(each["step"], each["loss"]) for each in result["valid"]]
         losses[strategy].append((0, result["scores"]["running"]["loss"]))
     checkpoint_path(folder, 6).unlink()
-    again, same = in_two_processes(run, folder, by_torchrun=False)
+    again, same = in_two_processes(run, folder)
     assert again["curve"] == result["curve"], "each process goes on with its own chance"
     assert same == weights
     assert [step for step, _ in losses["ddp"]] == [3, 6, 0]

@@ -1,32 +1,13 @@
 """Tables of recipes and studies, by name, and which of them this machine can run."""
 
-import inspect
-from collections.abc import Callable
-
-from normkit_papers import recipes
-from normkit_papers.powernorm import language_models
-from normkit_papers.powernorm import recipes as power_recipes
-from normkit_papers.powernorm import tables as power
-from normkit_papers.studies import bucketing, core, warmup
-from normkit_papers.study import PAPERS, SCALES, Study, expand
-from normkit_papers.tears import recipes as tears_recipes
-from normkit_papers.tears import tables as tears
+from normkit_papers.recipes import RECIPES
+from normkit_papers.studies import core, papers, warmup
+from normkit_papers.study import PAPERS, Study, expand
 from normkit_papers.train.config import Run
-from normkit_papers.unified import detectors
-from normkit_papers.unified import recipes as unified_recipes
-from normkit_papers.unified import tables as unified
-
-RECIPES: dict[str, Callable[[], Run]] = {
-    name: function
-    for module in (recipes, power_recipes, language_models, tears_recipes, unified_recipes, detectors)
-    for name, function in vars(module).items()
-    if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
-}
-"""By name: the public functions of these modules."""
 
 STUDIES: dict[str, Study] = {
     study.id: study
-    for module in (power, tears, unified, core, warmup, bucketing)
+    for module in (papers, core, warmup)
     for value in vars(module).values()
     for study in (value if isinstance(value, tuple) else (value,))
     if isinstance(study, Study)
@@ -58,37 +39,38 @@ def recipe_rows() -> tuple[list[list[str]], dict[str, str]]:
     missing: dict[str, str] = {}
     lines = []
     for name, recipe in RECIPES.items():
-        run, about = recipe(), str(recipe.__doc__)
+        run = recipe()
         if why := lacking(run):
             missing[run.data] = why
-        gpu = "GPU" in about.partition("Cost:")[2].partition(".")[0] and not _has_gpu()
+        gpu = "GPU" in recipe.cost and not _has_gpu()
         state = f"lacks {run.data}" if why else "needs a GPU" if gpu else "runs here"
-        lines.append([name, state, about.splitlines()[0]])
+        lines.append([name, state, recipe.about])
     return lines, missing
 
 
 def study_rows() -> tuple[list[list[str]], dict[str, str]]:
     """List the studies with their scales and if these can run here; and why data is missing, by its name."""
-    missing: dict[str, dict[str, str]] = {scale: {} for scale in SCALES}
     known: dict[tuple[str, str, str], str] = {}
     lines = []
     for name, study in STUDIES.items():
         scales: dict[str, list[str]] = {}  # by state
         for scale in study.scales:
-            runs = {cell.run.data: cell.run for cell in expand(study, scale)}
-            for run in runs.values():
-                key = (scale, run.task, run.data)
-                if key not in known:
-                    known[key] = lacking(run, scale == "paper")
-                if known[key]:
-                    missing[scale][run.data] = known[key]
-            absent = [each for each in runs if each in missing[scale]]
+            runs = {(scale, cell.run.task, cell.run.data): cell.run for cell in expand(study, scale)}
+            for key in runs.keys() - known.keys():
+                known[key] = lacking(runs[key], scale == "paper")
+            absent = list(dict.fromkeys(key[2] for key in runs if known[key]))
             lacks = f"lacks {absent[0] if len(absent) == 1 else f'{len(absent)} data sets'}"
-            state = f"in part, {lacks}" if 0 < len(absent) < len(runs) else lacks if absent else "runs here"
+            state = (
+                "runs here"
+                if not absent
+                else lacks
+                if len(absent) == len({key[2] for key in runs})
+                else f"in part, {lacks}"
+            )
             scales.setdefault(state if scale == "pocket" or _has_gpu() else "needs a GPU", []).append(scale)
         states = "; ".join(f"{', '.join(names)}: {state}" for state, names in scales.items())
         lines.append([name, states or f"measured by {study.script.split()[1]}", study.title])
-    return lines, {name: why for found in missing.values() for name, why in found.items()}
+    return lines, {data: why for (_, _, data), why in known.items() if why}
 
 
 def _has_gpu() -> bool:

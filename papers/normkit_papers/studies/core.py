@@ -2,12 +2,8 @@
 
 import dataclasses
 
-from normkit_papers.powernorm.recipes import IWSLT14_LONG, PTB, RESNET20, RESNET20_HOUR
-from normkit_papers.recipes import CMUDICT, MULTI30K, MULTI30K_HOUR, ROTARY, WIKITEXT2
-from normkit_papers.study import Column, Row, Settings, Study, Times, columns, norm_rows
-from normkit_papers.tears.recipes import TED, TED_LONG
-from normkit_papers.tears.tables import DECAY
-from normkit_papers.unified.recipes import CIFAR10, CIFAR10_SWIN, IWSLT14_UN
+from normkit_papers.studies.papers import BASES, SETTINGS
+from normkit_papers.study import Bases, Column, Row, Settings, Study, Times, columns, norm_rows
 
 AUTOMATIC = norm_rows("un(warmup='auto')", "power(groups=0, warmup='auto')", "power(groups=1, warmup='auto')")
 CORE = (
@@ -43,7 +39,7 @@ MULTI30K_CORE = Study(
     title="norms in translation, Multi30k De-En",
     note=WARM_UP,
     rows=(*CORE, FIXED, FIXED_UN, *SCALED, *OTHERS),
-    columns=columns(MULTI30K, _scores("bleu")),
+    columns=columns(BASES["multi30k"], _scores("bleu")),
 )
 
 MULTI30K_LONG = Study(
@@ -59,7 +55,7 @@ MULTI30K_LONG = Study(
         *AUTOMATIC,
         *(Row(f"{norm}, shuffled", {"model.norm": norm, "bucketing": False}) for norm in ("layer", "batch")),
     ),
-    columns=columns(MULTI30K_HOUR, _scores("bleu")),
+    columns=columns(BASES["multi30k_hour"], _scores("bleu")),
 )
 
 IWSLT14_CORE = Study(
@@ -67,7 +63,7 @@ IWSLT14_CORE = Study(
     title="norms in translation, IWSLT14 De-En",
     rows=(*CORE, *OTHERS),
     note=f"{THIRD} {WARM_UP}",
-    columns=columns(IWSLT14_UN, _scores("bleu") | VALID),
+    columns=columns(BASES["iwslt14_un"], _scores("bleu") | VALID),
 )
 
 GERMAN_LONG = Study(
@@ -75,7 +71,7 @@ GERMAN_LONG = Study(
     title="norms in translation, 5,000 steps, IWSLT14 De-En",
     rows=(CORE[0], FIXED, AUTOMATIC[0], FIXED_UN, *SCALED),
     note=THIRD,
-    columns=columns(IWSLT14_LONG, _scores("bleu") | VALID),
+    columns=columns(BASES["iwslt14_long"], _scores("bleu") | VALID),
 )
 
 PTB_CORE = Study(
@@ -86,7 +82,9 @@ PTB_CORE = Study(
         *(row for row in CORE if row.label in ("layer", "batch", "pnv", "power(groups=1)", "un(warmup=auto)")),
         *BY_HAND,
     ),
-    columns=columns(PTB, {"test perplexity": "perplexity", **VALID, "test, calibrated": "perplexity calibrated"}),
+    columns=columns(
+        BASES["ptb"], {"test perplexity": "perplexity", **VALID, "test, calibrated": "perplexity calibrated"}
+    ),
 )
 
 WIKITEXT2_CORE = Study(
@@ -94,7 +92,7 @@ WIKITEXT2_CORE = Study(
     title="norms in a language model, WikiText-2",
     note=WARM_UP,
     rows=norm_rows("layer", "un"),
-    columns=columns(WIKITEXT2, {"test perplexity": "perplexity", **VALID}),
+    columns=columns(BASES["wikitext2"], {"test perplexity": "perplexity", **VALID}),
 )
 
 MODERN = ("layer", "rms", "un", "power(groups=0)", "dyt", "derf")
@@ -105,12 +103,7 @@ LANGUAGE_MODELS = Study(
     note=f"Validation perplexity. Muon trains the matrices of the blocks, AdamW the rest, at one rate. {WARM_UP}",
     rows=norm_rows(*MODERN),
     columns=tuple(
-        Column(
-            title=f"{title}, {lr}",
-            metric="perplexity valid",
-            base=ROTARY,
-            settings={"optimizer": optimizer, "lr": float(lr)},
-        )
+        Column(f"{title}, {lr}", "perplexity valid", BASES["rotary"], {"optimizer": optimizer, "lr": float(lr)})
         for title, (optimizer, rates) in OPTIMIZERS.items()
         for lr in rates
     ),
@@ -129,10 +122,11 @@ BEST_LANGUAGE_MODELS = Study(
         for title, (optimizer, _) in OPTIMIZERS.items()
         for spec, rate in ((spec, rate if optimizer == "adamw" else 1e-2) for spec, rate in BEST.items())
     ),
-    columns=columns(ROTARY, {"perplexity": "perplexity", "calibrated": "perplexity calibrated", **VALID}),
+    columns=columns(BASES["rotary"], {"perplexity": "perplexity", "calibrated": "perplexity calibrated", **VALID}),
     seeds=3,
 )
 
+DECAY = SETTINGS["ValDecay"]
 NO_WARMUP: dict[str, Settings] = {"gpu": DECAY, "paper": {**DECAY, "lr": 3e-4}}  # pocket keeps its cosine
 
 GALICIAN_CORE = Study(
@@ -149,7 +143,7 @@ GALICIAN_CORE = Study(
         for init in ("xavier", "small")
     ),
     columns=tuple(
-        Column(title=f"{title}, {start}", metric=metric, base=TED["gl"], settings=settings, at=at)
+        Column(f"{title}, {start}", metric, BASES["ted_gl"], settings=settings, at=at)
         for title, metric in (("BLEU", "bleu"), ("valid perplexity", "perplexity valid"))
         for start, settings, at in (("warm-up", {}, {}), ("none", {"warmup": 0, "lr": Times(0.607)}, NO_WARMUP))
     ),
@@ -164,7 +158,7 @@ GALICIAN_LONG = Study(
         *(row for row in MULTI30K_LONG.rows if "shuffled" not in row.label and row.label != "un"),
         Row("pnv + FixNorm + scale loss", {"model.norm": "pnv", "model.fixnorm": True, "scale_loss": 0.1}),
     ),
-    columns=columns(TED_LONG, _scores("bleu") | VALID),
+    columns=columns(BASES["ted_long"], _scores("bleu") | VALID),
 )
 
 CMUDICT_CORE = Study(
@@ -172,7 +166,7 @@ CMUDICT_CORE = Study(
     title="norms from spelling to sound, CMU Pronouncing Dictionary",
     note=WARM_UP,
     rows=(*CORE, *OTHERS),
-    columns=columns(CMUDICT, _scores("per")),
+    columns=columns(BASES["cmudict"], _scores("per")),
 )
 
 IMAGES = (
@@ -189,8 +183,8 @@ CIFAR10_CORE = Study(
     f" {WARM_UP}",
     rows=IMAGES,
     columns=(
-        *columns(CIFAR10, {"ViT": "accuracy", "ViT, calibrated": "accuracy calibrated"}),
-        *columns(RESNET20, {"ResNet-20": "accuracy", "ResNet-20, calibrated": "accuracy calibrated"}),
+        *columns(BASES["cifar10"], {"ViT": "accuracy", "ViT, calibrated": "accuracy calibrated"}),
+        *columns(BASES["resnet20"], {"ResNet-20": "accuracy", "ResNet-20, calibrated": "accuracy calibrated"}),
     ),
 )
 
@@ -201,7 +195,7 @@ RESNET20_LONG = Study(
         "layer", "batch", "pnv", "un(outlier_filtration=True, warmup='auto')", "power(groups=0, warmup='auto')",
         "mabn(warmup='auto')",
     ),
-    columns=columns(RESNET20_HOUR, {"accuracy": "accuracy", "accuracy, calibrated": "accuracy calibrated"}),
+    columns=columns(BASES["resnet20_hour"], {"accuracy": "accuracy", "accuracy, calibrated": "accuracy calibrated"}),
 )  # fmt: skip
 
 CIFAR10_SPEED = Study(
@@ -210,8 +204,35 @@ CIFAR10_SPEED = Study(
     note=f"Minutes of training until validation accuracy reaches 80%. {WARM_UP}",
     rows=IMAGES,
     columns=tuple(
-        Column(title=f"{name}, {title}", metric=metric, base={"gpu": base["gpu"]})
-        for name, base in (("T2T-ViT-14", CIFAR10), ("Swin-T", CIFAR10_SWIN))
+        Column(f"{name}, {title}", metric, {"gpu": base["gpu"]})
+        for name, base in (("T2T-ViT-14", BASES["cifar10"]), ("Swin-T", BASES["cifar10_swin"]))
         for title, metric in (("accuracy", "accuracy"), ("minutes to 80%", "minutes to 80%"))
     ),
+)
+
+
+def _bucketing(id: str, data: str, metric: str, base: Bases) -> Study:
+    """Ask which part of BatchNorm's loss on text is due to batches of sentences of similar length.
+
+    Batch statistics are those of short or of long sentences then, while running statistics are of all sentences.
+    """
+    norms = ("batch", "pnv", "mabn", "power(groups=1)", "un", "layer")
+    ways: dict[str, Settings] = {"bucketed": {}, "shuffled": {"bucketing": False}}
+    distances = {"mean": "distance_mean", "variance": "distance_var", "quadratic mean": "distance_quadratic"}
+    return Study(
+        id=f"bucketing.{id}",
+        title=f"batches bucketed by length or shuffled, {data}",
+        note="The same number of symbols a batch. Distances are PowerNorm's Figure 2: batch against running statistics"
+        " of the first norm, median over the run.",
+        rows=tuple(Row(f"{norm}, {way}", {"model.norm": norm, **ways[way]}) for norm in norms for way in ways),
+        columns=(
+            *columns(base, {f"{metric.upper()} {kind}": f"{metric} {kind}" for kind in ("running", "calibrated")}),
+            *columns(base, {f"distance, {title}": name for title, name in distances.items()}),
+        ),
+    )
+
+
+BUCKETING = (
+    _bucketing("multi30k", "Multi30k De-En", "bleu", BASES["multi30k"]),
+    _bucketing("cmudict", "CMU Pronouncing Dictionary", "per", BASES["cmudict"]),
 )

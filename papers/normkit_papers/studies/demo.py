@@ -11,7 +11,7 @@ from torch import Tensor
 from normkit.bench import ROUNDS, measure
 from normkit.norms import parse
 from normkit_papers import results
-from normkit_papers.recipes import g2p_cmudict
+from normkit_papers.recipes import RECIPES
 from normkit_papers.study import slug, warmed
 from normkit_papers.train.config import Run
 from normkit_papers.train.fold_run import audit_run, fold_run
@@ -34,7 +34,7 @@ def runs(norms: Sequence[str], out: Path, steps: int, seed: int = 0, bucketing: 
     ['runs/demo/layer', 'runs/demo/power-groups=0']
     """
     found: dict[Path, Run] = {}
-    recipe, tenth = g2p_cmudict(), max(1, steps // 10)
+    recipe, tenth = RECIPES["g2p_cmudict"](), max(1, steps // 10)
     for spec in norms:
         fixnorm = parse(spec)[0] == "scale"  # FixNorm normalizes the embedding, to which the output is tied then
         norm = warmed(spec, tenth, automatic=True)

@@ -32,7 +32,6 @@ from normkit_papers.train.folder import Locked, differences
 
 RETRIES = 3  # how often training goes on after a process was killed, as when memory runs out
 REFRESH = 0.5  # seconds between two readings of the notes
-PROGRESS, ENDED = ".progress.json", ".ended.json"  # notes of runs in training, and of those that have ended
 LOCAL_MEMORY = 100 * 2**20  # bytes that a local Ray reserves for results; ours are small
 ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -98,18 +97,21 @@ def _train_kind(runs: Runs, command: str, jobs: int, display: "Display") -> None
 
 
 def train_one(run: Run, folder: Path, command: str, notes: Path) -> None:
-    """Train or resume a run in a worker, unless it has ended; note progress and status in files.
+    """Train or resume a run in a worker, unless it has ended; its note has the progress, and at the end the status.
 
     A run that raises leaves failed.txt, and is tried again by the next command.
     """
-    name = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
-    note, shown = notes / f"{name}{PROGRESS}", 0.0
+    path, noted = notes / f"{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}.json", 0.0
+
+    def note(status: str | None, **shown: Any) -> None:
+        about = {"folder": str(folder), "name": run.name, "status": status, "shown": shown}
+        write_whole(path, json.dumps(about).encode())
 
     def on_progress(progress: Any) -> None:
-        nonlocal shown
-        if time.monotonic() - shown > REFRESH:
-            shown = time.monotonic()
-            write_whole(note, json.dumps({"description": run.name, **describe(progress)}).encode())
+        nonlocal noted
+        if time.monotonic() - noted > REFRESH:
+            noted = time.monotonic()
+            note(None, **describe(progress))
 
     try:
         if not is_finished(folder, run):
@@ -121,10 +123,9 @@ def train_one(run: Run, folder: Path, command: str, notes: Path) -> None:
     except Exception as error:
         status = f"failed: {' '.join(str(error).split()) or type(error).__name__}"[:300]
         write_whole(folder / FAILURE, f"{status}\n".encode())
-    note.unlink(missing_ok=True)
     if status.startswith("interrupted"):  # by Ctrl-C, which ends this process too
         raise KeyboardInterrupt
-    write_whole(notes / f"{name}{ENDED}", json.dumps([str(folder), run.name, status]).encode())
+    note(status)
 
 
 def is_finished(folder: Path, run: Run) -> bool:
@@ -200,7 +201,7 @@ def _backend(run: Run, processes: int, ray: str | None) -> Iterator[int]:
 def describe(progress: Any) -> dict[str, Any]:
     """Reduce the progress of a run to what is shown: completed, total, and a text.
 
-    >>> from normkit_papers.train.progress import Progress
+    >>> from normkit_papers.train.callback import Progress
     >>> describe(Progress("training", 5, 10, 1.25))
     {'completed': 5, 'total': 10, 'state': 'loss 1.250'}
     """
@@ -227,17 +228,17 @@ class Display:
     """
 
     def __init__(self, console: Console, total: int, shared: Path, on_end: Callable[[Path, str], object]):
-        self.console, self.total, self.on_end = console, total, on_end
+        self.console, self.on_end = console, on_end
         self._folder = tempfile.TemporaryDirectory(prefix=".progress-", dir=shared)
         self.notes, self.ended = Path(self._folder.name), dict[Path, str]()
         self._bars = progress_bars(console)
-        self._rows: dict[str, TaskID] = {}
+        self._rows: dict[Path, TaskID] = {}  # of the notes
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._keep_following, daemon=True)
+        self._all = self._bars.add_task("runs", total=total, state="")
 
     def __enter__(self) -> "Display":
         self._bars.start()
-        self._all = self._bars.add_task("runs", total=self.total, state="")
         self._thread.start()
         return self
 
@@ -255,23 +256,19 @@ class Display:
     def follow(self) -> None:
         """Show the notes that workers have written since the last time."""
         with self._lock:
-            for file in sorted(self.notes.glob(f"*{ENDED}")):
-                folder, name, status = json.loads(file.read_bytes())
-                file.unlink()
-                self.ended[Path(folder)] = status
-                self._bars.advance(self._all)
-                self.console.print(f"{name}: {status}", markup=False, highlight=False, soft_wrap=True)
-                self.on_end(Path(folder), status)
-            found = {}
-            for file in self.notes.glob(f"*{PROGRESS}"):
-                with contextlib.suppress(OSError):  # it was removed meanwhile
-                    found[file.name] = json.loads(file.read_bytes())
-            for name in self._rows.keys() - found.keys():
-                self._bars.remove_task(self._rows.pop(name))
-            for name, shown in found.items():
-                if name not in self._rows:
-                    self._rows[name] = self._bars.add_task("", state="")
-                self._bars.update(self._rows[name], **shown)
+            for file in sorted(self.notes.glob("*.json")):
+                note = json.loads(file.read_bytes())
+                if file not in self._rows:
+                    self._rows[file] = self._bars.add_task(note["name"], state="")
+                self._bars.update(self._rows[file], **note["shown"])
+                if note["status"] is not None:
+                    file.unlink()
+                    self._bars.remove_task(self._rows.pop(file))
+                    self._bars.advance(self._all)
+                    folder, status = Path(note["folder"]), note["status"]
+                    self.console.print(f"{note['name']}: {status}", markup=False, highlight=False, soft_wrap=True)
+                    self.ended[folder] = status
+                    self.on_end(folder, status)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,11 +313,6 @@ def plan(studies: Sequence[Study], scale: str, out: Path, seeds: int | None = No
     }
     kept = {folder: run for folder, run in todo.items() if run.data not in missing}
     return Plan(kept, len(runs) - len(todo), missing)
-
-
-def has_result(folder: Path) -> bool:
-    """Check whether a folder has a result file."""
-    return (folder / results.FILE).is_file()
 
 
 def run_studies(

@@ -5,7 +5,6 @@ import re
 import statistics
 import textwrap
 from collections.abc import Sequence
-from itertools import combinations
 from typing import NamedTuple
 
 from normkit._util import align, escape
@@ -113,11 +112,10 @@ def heading(study: Study) -> str:
 
 
 def remarks(table: Table) -> list[str]:
-    """List the remarks below a table: claim, order of the rows, missing runs, data, devices."""
+    """List the remarks below a table: claim, missing runs, data, devices."""
     study = table.study
     lines = [f"The paper's claim: {study.claim}"] if study.claim else []
     lines += [study.note] if study.note else []
-    lines += [line for place in range(len(study.columns)) if (line := agreement(table, place))]
     missing = [
         column.title for place, column in enumerate(study.columns) if not any(line[place].runs for line in table.cells)
     ]
@@ -157,23 +155,3 @@ def ours(cell: TableCell) -> float | None:
     if cell.values:
         return statistics.fmean(cell.values)
     return math.inf if cell.runs and all(run["status"].startswith("diverged") for run in cell.runs) else None
-
-
-def agreement(table: Table, place: int) -> str | None:
-    """Count the pairs of rows that we order as the paper does; None without such pairs."""
-    column = table.study.columns[place]
-    sign = STUDY_METRICS[column.metric].better or 1
-    both = {}
-    for row, line in zip(table.study.rows, table.cells, strict=True):
-        pair = number(line[place].printed), ours(line[place])
-        if None not in pair:
-            both[row.label] = [value * sign if math.isfinite(value) else -math.inf for value in pair]  # type: ignore[union-attr]
-    pairs = [
-        (a, b) if both[a][0] > both[b][0] else (b, a) for a, b in combinations(both, 2) if both[a][0] != both[b][0]
-    ]
-    if not pairs:
-        return None
-    against = [f"{b} over {a}" for a, b in pairs if both[b][1] > both[a][1]]
-    same = sum(both[a][1] > both[b][1] for a, b in pairs)
-    which = f": {', '.join(against)}" if against else ""
-    return f"{column.title}: of {len(pairs)} pairs, ours order {same} as the paper, {len(against)} against{which}."

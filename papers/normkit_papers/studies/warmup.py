@@ -7,13 +7,9 @@ where its own warm-up ends, they do not.
 
 import dataclasses
 
-from normkit_papers.powernorm.recipes import IWSLT14, PTB_SHORT, RESNET20
-from normkit_papers.recipes import CMUDICT, MULTI30K
 from normkit_papers.studies.core import CMUDICT_CORE, IWSLT14_CORE, MULTI30K_CORE, PTB_CORE, THIRD
+from normkit_papers.studies.papers import BASES
 from normkit_papers.study import Base, Column, Settings, Study, norm_rows, override, with_options
-from normkit_papers.tears.recipes import TED
-from normkit_papers.unified.detectors import MASK_RCNN
-from normkit_papers.unified.recipes import CIFAR10
 
 TIMES = (3, 10)  # warm-ups of statistics, relative to that of the learning rate
 
@@ -35,23 +31,23 @@ def _study(id: str, data: str, base: Base, columns: tuple[Column, ...], options:
 
 
 WHOLE = "Ten times the learning rate's warm-up is the whole run: then un is pnv."
-VALID = Column(title="valid perplexity", metric="perplexity valid")
-BLEU = (Column(title="BLEU", metric="bleu"), Column(title="BLEU greedy", metric="bleu running"))
+VALID = Column("valid perplexity", "perplexity valid")
+BLEU = (Column("BLEU", "bleu"), Column("BLEU greedy", "bleu running"))
 ACCURACY = (
-    Column(title="accuracy", metric="accuracy"), Column(title="accuracy, calibrated", metric="accuracy calibrated"),
+    Column("accuracy", "accuracy"), Column("accuracy, calibrated", "accuracy calibrated"),
 )  # fmt: skip
 FILTERED: Settings = {"outlier_filtration": True}  # as the paper for images
 
 WARMUPS = (
-    _study("cmudict", "CMU Pronouncing Dictionary", CMUDICT["pocket"], CMUDICT_CORE.columns, {}),
-    _study("multi30k", "Multi30k De-En", MULTI30K["pocket"], (*MULTI30K_CORE.columns, VALID), {}),
-    _study("iwslt14", "IWSLT14 De-En", IWSLT14["pocket"], IWSLT14_CORE.columns, {}, THIRD),
-    _study("ted-gl", "TED gl-en", TED["gl"]["pocket"], (*BLEU, VALID), {}),
-    _study("ptb", "PTB, tensorized language model, 1,000 steps", PTB_SHORT["pocket"], PTB_CORE.columns, {}),
-    _study("cifar10", "CIFAR-10, tiny ViT", CIFAR10["pocket"], ACCURACY, FILTERED),
-    _study("resnet20", "CIFAR-10, ResNet-20", RESNET20["pocket"], ACCURACY, FILTERED),
+    _study("cmudict", "CMU Pronouncing Dictionary", BASES["cmudict"]["pocket"], CMUDICT_CORE.columns, {}),
+    _study("multi30k", "Multi30k De-En", BASES["multi30k"]["pocket"], (*MULTI30K_CORE.columns, VALID), {}),
+    _study("iwslt14", "IWSLT14 De-En", BASES["iwslt14"]["pocket"], IWSLT14_CORE.columns, {}, THIRD),
+    _study("ted-gl", "TED gl-en", BASES["ted_gl"]["pocket"], (*BLEU, VALID), {}),
+    _study("ptb", "PTB, tensorized language model, 1,000 steps", BASES["ptb_short"]["pocket"], PTB_CORE.columns, {}),
+    _study("cifar10", "CIFAR-10, tiny ViT", BASES["cifar10"]["pocket"], ACCURACY, FILTERED),
+    _study("resnet20", "CIFAR-10, ResNet-20", BASES["resnet20"]["pocket"], ACCURACY, FILTERED),
     _study(
-        "pennfudan", "Penn-Fudan, Mask R-CNN", MASK_RCNN["pocket"],
-        (Column(title="box AP", metric="box AP"), Column(title="mask AP", metric="mask AP")), FILTERED,
+        "pennfudan", "Penn-Fudan, Mask R-CNN", BASES["mask_rcnn"]["pocket"],
+        (Column("box AP", "box AP"), Column("mask AP", "mask AP")), FILTERED,
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Build the model of a run from its settings and vocabularies, without its data."""
+"""Build the model of a run, and an input for it, from its settings and vocabularies, without its data."""
 
 from collections.abc import Mapping
 
@@ -13,6 +13,7 @@ from normkit_papers.models.detection import detector
 from normkit_papers.models.lm import LSTMLM, DecoderLM
 from normkit_papers.models.mt import Seq2Seq
 from normkit_papers.tasks import TASKS
+from normkit_papers.train.config import Run
 
 Vocabularies = Mapping[str, Vocab]
 
@@ -62,31 +63,17 @@ def object_detector(config: Model, vocabularies: Vocabularies) -> nn.Module:
     return detector(config, _classes(vocabularies))
 
 
-def sentence_pairs(config: Model, vocabularies: Vocabularies) -> tuple[Tensor, Tensor]:
-    """Return random sources and targets."""
-    target = _words(vocabularies["target"], 1)
-    target[:, 0] = BOS
-    return _words(vocabularies["source"], 0), target
-
-
-def text(config: Model, vocabularies: Vocabularies) -> tuple[Tensor, ...]:
-    """Return random text."""
-    return (_words(vocabularies["words"], 0),)
-
-
-def digits(config: Model, vocabularies: Vocabularies) -> tuple[Tensor, ...]:
-    """Return random grey images."""
-    return _noise(4, 1, 8)
-
-
-def images(config: Model, vocabularies: Vocabularies) -> tuple[Tensor, ...]:
-    """Return random colour images."""
-    return _noise(4, 3, config.image_size)
-
-
-def one_image(config: Model, vocabularies: Vocabularies) -> tuple[Tensor, ...]:
-    """Return a random colour image for a backbone."""
-    return _noise(1, 3, 64)
+def example_input(run: Run, vocabularies: Vocabularies) -> tuple[Tensor, ...]:
+    """Return a random input for a run's model, or for the part of it that has the norms."""
+    if "source" in vocabularies:
+        target = _words(vocabularies["target"], 1)
+        target[:, 0] = BOS
+        return _words(vocabularies["source"], 0), target
+    if "words" in vocabularies:
+        return (_words(vocabularies["words"], 0),)
+    size = run.model.image_size
+    shape = {"digits": (4, 1, 8, 8), "detection": (1, 3, 64, 64)}.get(run.task, (4, 3, size, size))
+    return (torch.rand(shape, generator=torch.Generator().manual_seed(0)),)
 
 
 def _classes(vocabularies: Vocabularies) -> int:
@@ -94,9 +81,4 @@ def _classes(vocabularies: Vocabularies) -> int:
 
 
 def _words(vocab: Vocab, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(len(SPECIAL), len(vocab), (4, 9), generator=generator)
-
-
-def _noise(rows: int, channels: int, size: int) -> tuple[Tensor, ...]:
-    return (torch.rand(rows, channels, size, size, generator=torch.Generator().manual_seed(0)),)
+    return torch.randint(len(SPECIAL), len(vocab), (4, 9), generator=torch.Generator().manual_seed(seed))

@@ -7,21 +7,28 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from normkit_papers.tasks import TASKS
 from normkit_papers.train.config import Run
 from normkit_papers.train.folder import BEST, CHECKPOINTS, checkpoints
 from normkit_papers.train.lightning import EarlyStopping, ModelCheckpoint, WeightAveraging, lightning
 from normkit_papers.train.parallel import all_gather
-from normkit_papers.train.progress import Progress
 
 REPORT_EVERY = 1.0  # seconds
 SCORE = "valid_score"  # what early stopping and the choice of checkpoints maximize
-STATE = ("step", "curve", "valid", "words", "tokens", "timed", "seconds")  # of a callback, kept in checkpoints
+STATE = ("step", "curve", "valid", "tokens", "seconds")  # of a callback, kept in checkpoints
+
+
+class Progress(NamedTuple):
+    """Progress of a run; `stage` is "training", later what is done with the trained model."""
+
+    stage: str
+    step: int
+    steps: int
+    loss: float = math.nan  # mean training loss since the last progress
 
 
 class RunCallback(lightning.Callback):
@@ -41,8 +48,8 @@ class RunCallback(lightning.Callback):
         self.curve: list[dict[str, float]] = []
         self.valid: list[dict[str, float]] = []
         self.step = 0
-        self.words = self.tokens = self.timed = 0  # of `timed` batches
-        self.seconds = 0.0  # of these batches; a process' first one is left out, as it may compile
+        self.tokens = 0  # of batches that took `seconds`; a process' first one is left out, as it may compile
+        self.seconds = 0.0
         self._losses: list[Tensor] = []
         self._mean = math.nan  # of the losses that were copied last
         self._reported = 0.0
@@ -80,7 +87,7 @@ class RunCallback(lightning.Callback):
         """Record a batch; at the end of a step, log and validate if it is time."""
         self._losses.append(outputs["recorded"])
         if self._started is not None:
-            self.words, self.tokens, self.timed = self.words + batch.words, self.tokens + batch.tokens, self.timed + 1
+            self.tokens += batch.tokens
         self._is_warm = True
         if trainer.global_step == self.step:  # gradients are accumulated
             return
@@ -173,14 +180,8 @@ class RunCallback(lightning.Callback):
 
     def _report(self, trainer: Any) -> None:
         """Report progress, and stop if the answer is True."""
-        self._reported = now = time.perf_counter()
-        seconds = self.seconds + (now - self._started if self._started is not None else 0.0)
-        rate, left = 0.0, None
-        if self.timed and seconds:
-            rate = trainer.world_size * self.tokens / seconds
-            left = (self.run.steps - self.step) * self.run.accumulate * seconds / self.timed
-        unit = TASKS[self.run.task].unit
-        progress = Progress("training", self.step, self.run.steps, self._mean, rate, left, unit)
+        self._reported = time.perf_counter()
+        progress = Progress("training", self.step, self.run.steps, self._mean)
         stop = any(all_gather(bool(self.on_progress(progress))))  # all processes at once
         if stop and self.status == "done" and self.step < self.run.steps:
             self.status = f"interrupted at step {self.step}"
@@ -199,19 +200,11 @@ def checkpointing(run: Run, folder: Path) -> list[lightning.Callback]:
 
     found: list[lightning.Callback] = []
     if run.patience:
-        found.append(
-            EarlyStopping(
-                SCORE,
-                mode="max",
-                patience=run.patience,
-                check_finite=False,
-                check_on_train_epoch_end=False,
-                strict=False,
-            )
-        )
+        how: Any = {"check_finite": False, "check_on_train_epoch_end": False, "strict": False}
+        found.append(EarlyStopping(SCORE, mode="max", patience=run.patience, **how))
     if run.checkpoint_every:
-        best = run.average > 0 and run.average_of == "best"
-        found += [keep(BEST, SCORE, run.average, True)] if best else []
+        if run.average and run.average_of == "best":
+            found.append(keep(BEST, SCORE, run.average, True))
         found.append(keep(CHECKPOINTS, "step", run.keep, False))  # last: it has the state of the others
     return found
 

@@ -6,11 +6,11 @@ studies. A task has no settings that it does not use.
 
 import dataclasses
 import json
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from normkit._util import pick
+from normkit._util import pick, require
 from normkit.norms import parse
 from normkit.watch.quantities import choose
 from normkit_papers.fields import Below1, Count, Fraction, Natural, NotNegative, Positive, explain, settings
@@ -151,54 +151,49 @@ class Run:
 
     def __post_init__(self):
         inside = ".." not in self.name.split("/") and not self.name.startswith("/")
-        _require(inside, "name", self.name, "a relative path without .., as it is part of a folder's path")
+        require(inside, "name", self.name, "a relative path without .., as it is part of a folder's path")
         choose(self.quantities)
         default = Model()
         for name in set(OF_SOME_TASKS) - set(self.uses):
             given = getattr(self.model, name)
-            _require(given == getattr(default, name), f"model.{name}", given, f"left out for task {self.task}")
+            require(given == getattr(default, name), f"model.{name}", given, f"left out for task {self.task}")
         self._check_schedule()
-        self._check_checkpoints()
         self._check_devices()
 
     def _check_schedule(self) -> None:
-        """Check settings of the schedule against steps, learning rates and validations."""
+        """Check schedule, validation and checkpoints against each other."""
         rising = all(a < b for a, b in zip((0, *self.milestones), self.milestones, strict=False))
-        _require(rising, "milestones", self.milestones, "steps, each later than the one before")
-        first = min(self.warmup, self.steps - 1) if self.schedule == "steps" and self.milestones else -1
-        _require(
-            first < 0 or self.milestones[0] > first, "milestones", self.milestones, f"after the warm-up of {first}"
-        )
+        require(rising, "milestones", self.milestones, "steps, each later than the one before")
+        first = min(self.warmup, self.steps - 1)
+        late = self.schedule != "steps" or not self.milestones or self.milestones[0] > first
+        require(late, "milestones", self.milestones, f"after the warm-up of {first}")
         warm = self.schedule != "inverse_sqrt" or self.warmup > 0
-        _require(warm, "warmup", self.warmup, "at least 1 for schedule=inverse_sqrt")
-        _require(self.warmup_start <= self.lr, "warmup_start", self.warmup_start, f"at most lr={self.lr:g}")
+        require(warm, "warmup", self.warmup, "at least 1 for schedule=inverse_sqrt")
+        require(self.warmup_start <= self.lr, "warmup_start", self.warmup_start, f"at most lr={self.lr:g}")
         peak = self.lr * getattr(self, "body_lr", 1.0)
         falls = self.schedule != "cosine" or self.floor_lr <= peak
-        _require(falls, "floor_lr", self.floor_lr, f"at most lr * body_lr = {peak:g}")
+        require(falls, "floor_lr", self.floor_lr, f"at most lr * body_lr = {peak:g}")
         allowed = "above 0 for patience, average_of=best and schedule=validation_decay"
-        _require(self.valid_every > 0 or not self.uses_validation, "valid_every", self.valid_every, allowed)
-
-    def _check_checkpoints(self) -> None:
-        """Check which checkpoints there will be to average."""
-        _require(self.average <= self.keep, "average", self.average, f"at most keep={self.keep}")
-        _require(not self.average or self.checkpoint_every > 0, "average", self.average, "0 without checkpoint_every")
+        require(self.valid_every > 0 or not self.uses_validation, "valid_every", self.valid_every, allowed)
+        require(self.average <= self.keep, "average", self.average, f"at most keep={self.keep}")
+        require(not self.average or self.checkpoint_every > 0, "average", self.average, "0 without checkpoint_every")
         same = self.average_of == "last" or self.checkpoint_every == self.valid_every
-        _require(same, "checkpoint_every", self.checkpoint_every, f"valid_every={self.valid_every} for the best")
+        require(same, "checkpoint_every", self.checkpoint_every, f"valid_every={self.valid_every} for the best")
 
     def _check_devices(self) -> None:
         """Check settings of several processes, and of compilation."""
-        _require(not (self.scale_loss and self.compile), "scale_loss", self.scale_loss, "0 for compile=True")
+        require(not (self.scale_loss and self.compile), "scale_loss", self.scale_loss, "0 for compile=True")
         if self.devices * self.nodes == 1:
             return
         together = "1: a model that carries state trains in one process"
-        _require(not self.model.recurrent, "devices * nodes", self.devices * self.nodes, together)
+        require(not self.model.recurrent, "devices * nodes", self.devices * self.nodes, together)
         sharded = self.strategy == "fsdp2"
-        _require(not (sharded and self.record_every), "record_every", self.record_every, "0 for strategy=fsdp2")
+        require(not (sharded and self.record_every), "record_every", self.record_every, "0 for strategy=fsdp2")
         if self.model.layer_drop and not isinstance(self, ImageRun | DetectionRun):  # these drop layers of samples
             specs = (self.model.norm, *self.model.norm_at.values())
             apart = not sharded and not any(parse(spec)[1].get("sync") for spec in specs)
             allowed = "0 for fsdp2 and sync=True: processes that drop different layers would wait for each other"
-            _require(apart, "model.layer_drop", self.model.layer_drop, allowed)
+            require(apart, "model.layer_drop", self.model.layer_drop, allowed)
 
     @property
     def uses_validation(self) -> bool:
@@ -289,12 +284,12 @@ class LanguageRun(Run):
         super().__post_init__()
         longest, model = self.model.max_length, self.model
         tested = (0 if model.recurrent else model.memory_at_test) + (self.test_context or self.context)
-        _require(self.context <= longest, "context", self.context, f"at most max_length={longest}")
-        _require(tested <= longest, "test_context", tested, f"at most max_length={longest}, with test_memory")
+        require(self.context <= longest, "context", self.context, f"at most max_length={longest}")
+        require(tested <= longest, "test_context", tested, f"at most max_length={longest}, with test_memory")
         if model.arch == "lstm":
             recorded = self.record_every if self.quantities != ("gradient_norm",) else 0
             for name, value in (("record_every", recorded), ("scale_loss", self.scale_loss)):
-                _require(not value, name, value, "0 for model.arch=lstm, which has no norms")
+                require(not value, name, value, "0 for model.arch=lstm, which has no norms")
 
 
 @settings
@@ -324,9 +319,9 @@ class ImageRun(Run):
 
     def __post_init__(self):
         super().__post_init__()
-        _require(not (self.ema and self.average), "ema", self.ema, "0 with average: one average is enough")
+        require(not (self.ema and self.average), "ema", self.ema, "0 with average: one average is enough")
         whole = "0 for strategy=fsdp2: it needs the whole model in each process"
-        _require(not (self.ema and self.strategy == "fsdp2"), "ema", self.ema, whole)
+        require(not (self.ema and self.strategy == "fsdp2"), "ema", self.ema, whole)
 
 
 @settings
@@ -351,18 +346,6 @@ class DetectionRun(Run):
     """Images of the test split to score, evenly spaced; 0: all."""
 
 
-RUNS = {
-    "g2p": G2PRun,
-    "mt": TranslationRun,
-    "lm": LanguageRun,
-    "digits": DigitsRun,
-    "images": ImageRun,
-    "detection": DetectionRun,
-}
 AnyRun = G2PRun | TranslationRun | LanguageRun | DigitsRun | ImageRun | DetectionRun
+RUNS: dict[str, type[Run]] = {kind.task: kind for kind in get_args(AnyRun)}
 RUN: TypeAdapter[AnyRun] = TypeAdapter(Annotated[AnyRun, Field(discriminator="task")])
-
-
-def _require(ok: bool, name: str, value: Any, allowed: str) -> None:
-    if not ok:
-        raise ValueError(f"{name} must be {allowed}; got {value!r}")

@@ -1,4 +1,4 @@
-"""Device of a run, and the origin of a result: commit, versions, machine."""
+"""Origin of a result: commit, versions, machine."""
 
 import datetime
 import importlib.metadata
@@ -9,16 +9,7 @@ from pathlib import Path
 import torch
 
 import normkit
-
-
-def device_type(device: str) -> str:
-    """Return the kind of device, "cuda" or "cpu", that a run's setting `device` chooses.
-
-    Lightning's own "auto" would also choose Apple's GPUs, which lack float64.
-    """
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+from normkit_papers.train.parallel import device_type
 
 
 def environment(device: str = "auto", count: int = 1) -> dict[str, object]:

@@ -27,13 +27,7 @@ OUTPUTS = (
 )  # fmt: skip
 """Files that a run writes. Those of an earlier run are removed, or its weights would be taken for this one's."""
 
-MODELS = ("folded", "unfolded")  # folders of models that are made of a run
-
-DERIVED = (
-    *(f"{folder}/{file}" for folder in MODELS for file in ("run.json", "vocab.json", "model.safetensors")),
-    "removal.json",
-    "report.html",
-)
+DERIVED = ("folded/run.json", "folded/vocab.json", "folded/model.safetensors", "removal.json", "report.html")
 """Files that commands make of a trained run; they do not belong to the weights of another training."""
 
 FOREIGN = ("model*.safetensors", "pytorch_model*", "*.index.json", "vocab.json")
@@ -160,23 +154,26 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((folder / CHECKPOINTS).glob("step-*.ckpt"))
 
 
-def foreign_files(folder: Path) -> str:
-    """Name the first files of something else than a run in a folder; empty if there are none."""
-    if (folder / "run.json").is_file():
-        return ""
-    found = [path for pattern in (*OUTPUTS, *FOREIGN) for path in folder.glob(pattern)]
-    return ", ".join(dict.fromkeys(str(path.relative_to(folder)) for path in found[:3]))
+def prepare(folder: Path, run: Run, vocabularies: Vocabularies, resume: bool) -> None:
+    """Remove the files of an earlier run or, to resume it, those made of it; write the settings and vocabularies.
 
-
-def clear(folder: Path, patterns: tuple[str, ...]) -> None:
-    """Remove files of an earlier run, and what killed processes left of unfinished checkpoints."""
-    for pattern in (*patterns, f"{CHECKPOINTS}/.*", f"{BEST}/.*"):
+    Raises:
+        ValueError: If the folder has files of something else than a run.
+    """
+    if not (folder / "run.json").is_file():
+        found = [str(path.relative_to(folder)) for name in (*OUTPUTS, *FOREIGN) for path in folder.glob(name)]
+        if found:
+            names = ", ".join(dict.fromkeys(found[:3]))
+            raise ValueError(f"{folder} holds files of something else than a run ({names}); name another folder")
+    unfinished = (f"{CHECKPOINTS}/.*", f"{BEST}/.*")  # left by killed processes
+    for pattern in (*(() if resume else OUTPUTS), *DERIVED, *unfinished):
         for path in folder.glob(pattern):
             if path.is_file():
                 path.unlink()
-    for name in (*MODELS, "tensorboard"):
+    for name in ("folded", "tensorboard"):
         with contextlib.suppress(OSError):  # there is none, or it has further files
             (folder / name).rmdir()
+    write_run(folder, run, vocabularies)
 
 
 @contextlib.contextmanager

@@ -14,8 +14,23 @@ from torch import nn
 
 from normkit_papers.models.blocks import Layer
 from normkit_papers.train.config import Run
-from normkit_papers.train.distributed_env import is_rank_zero
-from normkit_papers.train.environment import device_type
+
+RANKS = ("SLURM_PROCID", "NODE_RANK", "GROUP_RANK", "LOCAL_RANK")
+
+
+def is_rank_zero() -> bool:
+    """Return True in the only process of a run, or in the first: it prints, scores and writes.
+
+    torchrun counts all processes, SLURM its tasks; Lightning starts those of a node and reads its number in NODE_RANK.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return int(os.environ["RANK"]) == 0
+    return not any(int(os.environ.get(name, "0")) for name in RANKS)
+
+
+def device_type(device: str) -> str:
+    """Return "cuda" or "cpu" for a run's `device`; Lightning's own "auto" may choose Apple's GPUs, without float64."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def check_devices(run: Run) -> None:

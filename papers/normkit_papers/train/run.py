@@ -15,27 +15,14 @@ from normkit.bench import use_threads
 from normkit_papers import results
 from normkit_papers.singular_values import embedding_rows
 from normkit_papers.tasks import TASKS
+from normkit_papers.train import folder as folders
+from normkit_papers.train import parallel
 from normkit_papers.train.build import build_model
-from normkit_papers.train.callback import RunCallback, checkpointing, to_average
+from normkit_papers.train.callback import Progress, RunCallback, checkpointing, to_average
 from normkit_papers.train.config import Run
-from normkit_papers.train.distributed_env import is_rank_zero
-from normkit_papers.train.environment import device_type, environment
-from normkit_papers.train.folder import (
-    DERIVED,
-    OUTPUTS,
-    check_resumable,
-    check_vocabularies,
-    checkpoints,
-    clear,
-    differences,
-    foreign_files,
-    locked,
-    read_vocabularies,
-    write_run,
-)
+from normkit_papers.train.environment import environment
+from normkit_papers.train.folder import checkpoints
 from normkit_papers.train.lightning import Watch, make_trainer, run_trainer
-from normkit_papers.train.parallel import check_devices, cluster_plugins, make_strategy, unshard
-from normkit_papers.train.progress import Progress
 from normkit_papers.train.source import source
 from normkit_papers.train.task import Task
 from normkit_papers.train.weights import check_fit, mean_weights, model_state, read_checkpoint, save_weights
@@ -80,7 +67,7 @@ def train(
         ValueError: If a name is unknown, another run is in the folder or writes into it, a checkpoint cannot be read,
             GPUs are missing, or a launcher started another number of processes than the run needs.
     """
-    check_devices(run)
+    parallel.check_devices(run)
     folder = Path(folder)
     callback = RunCallback(run, folder, on_progress)
 
@@ -89,11 +76,11 @@ def train(
             raise _Interrupted
 
     read_data = source(run, on_stage)
-    with locked(folder) if is_rank_zero() else contextlib.nullcontext():
+    with folders.locked(folder) if parallel.is_rank_zero() else contextlib.nullcontext():
         if resume:
-            check_resumable(folder, run)
+            folders.check_resumable(folder, run)
             ended = results.ended(folder) if run.devices * run.nodes == 1 else None  # perhaps by another process
-            if ended and not differences(ended["run"], run):
+            if ended and not folders.differences(ended["run"], run):
                 return ended
         with use_threads(run.threads), contextlib.nullcontext() if run.one_shape else sdpa_kernel(ANY_SHAPE):
             try:
@@ -106,7 +93,7 @@ def train(
             watch = _fit(task, callback, resume)
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()  # metrics and norms would wait for processes that have ended
-            if not is_rank_zero():
+            if not parallel.is_rank_zero():
                 raise SystemExit(0)
             return _finish(task, callback, watch, on_stage, command)
 
@@ -119,52 +106,41 @@ def _fit(task: Task, callback: RunCallback, resume: bool) -> Watch | None:
     checkpoint = next(reversed(checkpoints(folder)), None) if resume else None
     task.load_pretrained()
     if checkpoint is not None:
-        check_vocabularies(f"in {folder}", read_vocabularies(folder), task.data.vocabularies)
+        folders.check_vocabularies(f"in {folder}", folders.read_vocabularies(folder), task.data.vocabularies)
         saved = read_checkpoint(checkpoint)
         check_fit(model_state(saved), task.model.state_dict(), checkpoint)
         task.start = saved["global_step"] * run.accumulate
     watch = None
     if run.record_every:
-        watch = Watch(
-            run.record_every * run.accumulate, run.quantities, to=folder / "rows.csv", keep=50_000, part="model",
-            log_every=callback.log_every * run.accumulate,
-        )  # fmt: skip
+        every, log_every = (steps * run.accumulate for steps in (run.record_every, callback.log_every))
+        rows = folder / "rows.csv"
+        watch = Watch(every, run.quantities, to=rows, keep=50_000, part="model", log_every=log_every)
     trainer = make_trainer(
         folder,
         max_steps=run.steps,
-        accelerator=device_type(run.device),
+        accelerator=parallel.device_type(run.device),
         devices=run.devices,
         num_nodes=run.nodes,
-        strategy=make_strategy(run),
+        strategy=parallel.make_strategy(run),
         precision=run.precision,
         accumulate_grad_batches=run.accumulate,
         gradient_clip_val=run.clip or None,
         callbacks=[*([watch] if watch else []), *task.callbacks(), callback, *checkpointing(run, folder)],
         logger=TensorBoardLogger(folder, name="", version="tensorboard", purge_step=task.start // run.accumulate),
-        plugins=cluster_plugins(),
+        plugins=parallel.cluster_plugins(),
     )
     if run.compile:
         task.model.compile(dynamic=not run.one_shape)
-    _prepare_folder(callback, task, resume)
+    if parallel.is_rank_zero():
+        if not resume and (folder / "run.json").exists():
+            callback.on_progress(Progress("replacing the files of an earlier run", 0, run.steps))
+        folders.prepare(folder, run, task.data.vocabularies, resume)
     with _explain_memory(run, folder):
         run_trainer(trainer, task, checkpoint)
     task.model._compiled_call_impl = None
     if run.strategy == "fsdp2" and trainer.world_size > 1:
-        task.model = unshard(task.model, lambda: build_model(run.task, run.model, task.data.vocabularies))
+        task.model = parallel.unshard(task.model, lambda: build_model(run.task, run.model, task.data.vocabularies))
     return watch
-
-
-def _prepare_folder(callback: RunCallback, task: Task, resume: bool) -> None:
-    """Remove files of an earlier run, or what was made of this one, and write the settings."""
-    run, folder = callback.run, callback.folder
-    if not is_rank_zero():
-        return
-    if foreign := foreign_files(folder):
-        raise ValueError(f"{folder} holds files of something else than a run ({foreign}); name another folder")
-    if not resume and (folder / "run.json").exists():
-        callback.on_progress(Progress("replacing the files of an earlier run", 0, run.steps))
-    clear(folder, DERIVED if resume else (*OUTPUTS, *DERIVED))
-    write_run(folder, run, task.data.vocabularies)
 
 
 def _finish(
@@ -176,7 +152,7 @@ def _finish(
     if averaged:  # a run may end before its first checkpoint: then the last weights stay
         task.model.load_state_dict(mean_weights([model_state(read_checkpoint(path)) for path in averaged]))
     save_weights(task.model, folder / "model.safetensors")
-    task.to(device_type(run.device))  # Lightning moved it to the CPU
+    task.to(parallel.device_type(run.device))  # Lightning moved it to the CPU
     scores, status, started = {}, callback.status, time.perf_counter()
     if status == "done":
         try:
@@ -201,12 +177,8 @@ def _finish(
         "curve": callback.curve,
         "valid": callback.valid,
         "scores": scores,
-        "speed": {
-            "train_tokens_per_s": processes * callback.tokens / seconds,
-            "train_words_per_s": processes * callback.words / seconds,
-        },
+        "speed": {"train_tokens_per_s": processes * callback.tokens / seconds},
         "fold": None,
-        "timing": None,
         "seconds": {"train": callback.seconds, "score": time.perf_counter() - started},
     }
     for kind, lines in task.outputs.items():

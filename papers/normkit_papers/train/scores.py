@@ -39,14 +39,11 @@ def bleu(found: Sequence[str], references: Sequence[str], corpus: Corpus, sample
     """
     if len(found) != len(references) or not found:
         raise ValueError(f"{len(found)} translations for {len(references)} references; needs one each of at least one")
-    result = metric(corpus).corpus_score(
-        counted(found, corpus), [counted(references, corpus)], **({"n_bootstrap": samples} if samples else {})
-    )
-    scores = {"bleu": result.score, "n": len(found)}
-    if samples:  # sacrebleu returns half of the 95 % interval
-        scores["bleu_error"] = float(result._ci) / 1.96
-    scores["sacrebleu"] = _bleu("13a").corpus_score(_unescape(found), [_unescape(references)]).score
-    return scores
+    how = {"n_bootstrap": samples} if samples else {}
+    result = metric(corpus).corpus_score(counted(found, corpus), [counted(references, corpus)], **how)
+    plain = _bleu("13a").corpus_score(_unescape(found), [_unescape(references)])
+    error = {"bleu_error": float(result._ci) / 1.96} if samples else {}  # sacrebleu returns half of the 95 % interval
+    return {"bleu": result.score, "n": len(found), **error, "sacrebleu": plain.score}
 
 
 def counted(lines: Sequence[str], corpus: Corpus) -> list[str]:
@@ -66,10 +63,8 @@ def _unescape(lines: Sequence[str]) -> list[str]:
 
 
 def _bleu(tokenize: str) -> Any:
-    try:
-        from sacrebleu.metrics.bleu import BLEU
-    except ImportError:
-        raise ModuleNotFoundError("BLEU needs the package sacrebleu: pip install 'normkit-papers[text]'") from None
+    from sacrebleu.metrics.bleu import BLEU
+
     return BLEU(tokenize=tokenize, force=True)
 
 
@@ -98,12 +93,12 @@ def error_rates(hypotheses: Sequence[Sequence[str]], references: Sequence[Sequen
     aligned = jiwer.process_words(flat, [" ".join(hypotheses[word]) for word in owner])
     best: dict[int, tuple[int, int]] = {}
     for word, reference, chunks in zip(owner, aligned.references, aligned.alignments, strict=True):
-        edits = sum(
-            max(c.ref_end_idx - c.ref_start_idx, c.hyp_end_idx - c.hyp_start_idx) for c in chunks if c.type != "equal"
+        sides = (
+            (c.ref_end_idx - c.ref_start_idx, c.hyp_end_idx - c.hyp_start_idx) for c in chunks if c.type != "equal"
         )
-        best[word] = min(best.get(word, (edits, -len(reference))), (edits, -len(reference)))
-    edits = [best[word][0] for word in range(len(references))]
-    lengths = [-best[word][1] for word in range(len(references))]
+        found = sum(map(max, sides)), -len(reference)
+        best[word] = min(best.get(word, found), found)
+    edits, lengths = ([sign * best[word][at] for word in range(len(references))] for at, sign in ((0, 1), (1, -1)))
     wrong = [float(e > 0) for e in edits]
     n, per, wer = len(edits), sum(edits) / sum(lengths), sum(wrong) / len(edits)
     residual = sum((e - per * length) ** 2 for e, length in zip(edits, lengths, strict=True))

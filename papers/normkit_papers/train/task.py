@@ -20,7 +20,7 @@ class Batch(NamedTuple):
     """Tensors of a batch, and its size."""
 
     tensors: tuple[Any, ...]  # for a detector, lists of images and of targets
-    words: int  # the unit of speed: words or images
+    words: int  # or images; 0 if none could be read
     tokens: int  # the number of terms in the mean loss
     fresh: bool = False  # the first batch of a text: it continues no batch before it
 

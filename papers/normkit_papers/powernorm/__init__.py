@@ -1,1 +1,0 @@
-"""PowerNorm (Shen et al. 2020, arXiv:2003.07845)."""

@@ -1,1 +1,0 @@
-"""Unified Normalization (Yang et al. 2022, arXiv:2208.01313)."""
