@@ -134,7 +134,7 @@ def results(n: int, c: int, dtype: torch.dtype) -> Iterator[tuple[str, tuple[lis
 
         def column(of, x, dy, mean, coefficients, center=center):
             sums = of.gradient_sums(dy, x, mean, mask, True)
-            scaled = of.scale_shift(x, *coefficients[:2])
+            scaled = of.standardize(x, coefficients[: 1 + center].abs(), *coefficients[:2], 1e-3)
             return [of.moments(x, mask, center)[0], scaled, of.gradient(dy, x, mean, coefficients, mask), sums]
 
         given = x, dy, mean, coefficients

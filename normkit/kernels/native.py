@@ -27,9 +27,11 @@ def moments(
     return library.moments(x, mask, center, groups, eps)
 
 
-def scale_shift(x: Tensor, scale: Tensor, shift: Tensor, groups: int = 0, eps: float = 0.0) -> Tensor:
-    """As `reference.scale_shift`, of `x` after layer-scale."""
-    return library.scale_shift(x, scale, shift, groups, eps)
+def standardize(
+    x: Tensor, stat: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int = 0
+) -> Tensor:  # fmt: skip
+    """As `reference.standardize`, of `x` after layer-scale."""
+    return library.standardize(x, stat, weight, bias, groups, eps)
 
 
 def gradient_sums(

@@ -1,7 +1,7 @@
 """The operations that norms call; which implementation runs is decided here.
 
 `reference.py` defines what each computes. Norms of tokens call `layer`, `rms`, `scale` and `group`. Norms with batch
-statistics call `train_step` in training and `scale_shift` at inference.
+statistics call `train_step` in training and `standardize` at inference.
 """
 
 import torch
@@ -72,14 +72,17 @@ def moments(
     return dispatch.module(dispatch.select(x, "moments", dtype)).moments(x, mask, center, dtype)
 
 
-def scale_shift(x: Tensor, scale: Tensor, shift: Tensor, groups: int = 0, eps: float = 0.0) -> Tensor:
-    """`x * scale + shift` with vectors `[C]`; with `groups` of `x` after layer-scale."""
+def standardize(
+    x: Tensor, stat: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int = 0
+) -> Tensor:  # fmt: skip
+    """Standardize with given statistics `[k, C]`; with `groups` of `x` after layer-scale: `reference.standardize`."""
     plain = torch.compiler.is_compiling() or torch.is_grad_enabled() or dispatch.is_traced() or not layout.has_rows(x)
-    kind = "reference" if plain else dispatch.select(x, "scale_shift", scale.dtype)
+    wide = reference.wide_type(stat, weight, bias)
+    kind = "reference" if plain else dispatch.select(x, "standardize", wide)
     if kind == "native":
-        return native.scale_shift(x, scale, shift, groups, eps)
+        return native.standardize(x, stat, weight, bias, eps, groups)
     x = group_rms(x, eps, groups) if groups else x
-    return dispatch.module(kind).scale_shift(x, scale, shift)
+    return dispatch.module(kind).standardize(x, stat, weight, bias, eps)
 
 
 def train_step(x: Tensor, mask: Tensor | None, rule: Rule, state: State) -> Tensor:

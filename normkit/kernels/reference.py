@@ -3,7 +3,7 @@
 Per-token operations compute in float32 or wider and return the type of `x`. Per-channel statistics have `k` rows:
 `[2, C]` (mean, variance) with the mean removed, else `[1, C]` (quadratic mean). `train_step` is a training step of a
 norm with batch statistics. It takes four operations on rows from here, or from the module of other kernels: `moments`,
-`scale_shift`, `gradient_sums` and `gradient`.
+`standardize`, `gradient_sums` and `gradient`.
 """
 
 import functools
@@ -150,6 +150,27 @@ def moments(
         var = torch.where(keep, rows - mean, 0).square().sum(0) / count
         return torch.stack([mean, var]), real
     return rows.square().sum(0, keepdim=True) / count, real
+
+
+def standardize(x: Tensor, stat: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """`weight * (x - mean) / sqrt(var + eps) + bias` with statistics `[k, C]`; in the type of `x`.
+
+    >>> standardize(torch.tensor([[3.0]]), torch.tensor([[1.0], [4.0]]), None, torch.ones(1), 0.0).tolist()
+    [[2.0]]
+    """
+    return scale_shift(x, *scale_and_shift(stat, weight, bias, eps))
+
+
+def scale_and_shift(
+    stat: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The vectors `[C]` with which `standardize` is `x * scale + shift`."""
+    scale = torch.rsqrt(stat[-1] + eps)
+    scale = scale if weight is None else scale * weight
+    if len(stat) == 2:
+        shift = -stat[0] * scale
+        return scale, shift if bias is None else shift + bias
+    return scale, torch.zeros_like(scale) if bias is None else bias.expand_as(scale)
 
 
 def scale_shift(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
@@ -303,12 +324,11 @@ class Standardize(torch.autograd.Function):
         ctx.rule, ctx.state, ctx.kernels, ctx.has_bias = rule, state, kernels, bias is not None
         ctx.save_for_backward(x, weight, *statistics.tensors())
         value = statistics.value
-        inv = torch.rsqrt(value[-1] + rule.eps)
-        scale = inv if statistics.output_scale is None else inv * statistics.output_scale
-        shift = torch.zeros_like(inv) if statistics.output_shift is None else statistics.output_shift
-        shift = shift - value[0] * scale if rule.center else shift
-        shift = affine(shift, weight, bias).to(inv.dtype)
-        return kernels.module.scale_shift(x, affine(scale, weight, None).to(inv.dtype), shift, **kernels.more)
+        scale, shift = statistics.output_scale, statistics.output_shift
+        if shift is not None:
+            bias = affine(shift, weight, bias)
+        weight = weight if scale is None else affine(scale, weight, None)
+        return kernels.module.standardize(x, value, weight, bias, **{"eps": rule.eps, **kernels.more})
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]  # noqa: D102

@@ -60,13 +60,17 @@ std::tuple<Tensor, Tensor> moments(const Tensor& input, const Optional& mask, bo
     return {stat, count};
 }
 
-Tensor scale_shift(const Tensor& input, const Tensor& scale, const Tensor& shift, int64_t groups, double eps) {
+// With statistics [k, channels]: mean and variance, or the mean square alone.
+Tensor standardize(const Tensor& input, const Tensor& stat, const Optional& weight, const Optional& bias,
+                   int64_t groups, double eps) {
     const Tensor x = input.contiguous(), y = at::empty_like(x);
-    const Tensor factor = vector(x, scale, "scale"), constant = vector(x, shift, "shift");
-    const ColumnForward pass{.x = x.const_data_ptr(), .y = y.mutable_data_ptr(), .scale = read(factor),
-                             .shift = read(constant), .n = x.numel() / x.size(-1), .channels = x.size(-1),
-                             .groups = groups, .eps = float(eps)};
-    by_type(x, [&](auto of) { column_forward<decltype(of)>(pass, at::get_num_threads()); });
+    const Tensor values = stat.detach().to(at::kFloat).contiguous();
+    const Tensor w = vector(x, weight, "weight"), b = vector(x, bias, "bias");
+    const bool center = stat.size(0) == 2;
+    by_type(x, [&](auto of) {
+        write_standardized<decltype(of)>(x.const_data_ptr(), y.mutable_data_ptr(), read(values), center, read(w), read(b),
+                                         x.numel() / x.size(-1), x.size(-1), groups, float(eps), at::get_num_threads());
+    });
     return y;
 }
 
@@ -332,7 +336,7 @@ std::tuple<Tensor, c10::List<Optional>> step(const Tensor& x, const Optional& we
 
 TORCH_LIBRARY_FRAGMENT(normkit, library) {
     library.def("moments(Tensor x, Tensor? mask, bool center, int groups, float eps) -> (Tensor, Tensor)");
-    library.def("scale_shift(Tensor x, Tensor scale, Tensor shift, int groups, float eps) -> Tensor");
+    library.def("standardize(Tensor x, Tensor stat, Tensor? weight, Tensor? bias, int groups, float eps) -> Tensor");
     library.def(
         "gradient_sums(Tensor dy, Tensor x, Tensor? mean, Tensor? mask, bool real, int groups, float eps) -> Tensor");
     library.def(
@@ -350,7 +354,7 @@ TORCH_LIBRARY_FRAGMENT(normkit, library) {
 
 TORCH_LIBRARY_IMPL(normkit, CompositeExplicitAutograd, library) {  // not CPU: errors name what is on another device
     library.impl("moments", TORCH_FN(moments));
-    library.impl("scale_shift", TORCH_FN(scale_shift));
+    library.impl("standardize", TORCH_FN(standardize));
     library.impl("gradient_sums", TORCH_FN(gradient_sums));
     library.impl("gradient", TORCH_FN(gradient));
     library.impl("row_norm", TORCH_FN(row_norm));
