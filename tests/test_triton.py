@@ -104,7 +104,7 @@ def test_an_impossible_choice_of_kernels_raises():
     with normkit.kernels("reference") as ran:
         assert dispatch.select(torch.ones(2, 4), "layer") == "reference"
         with normkit.kernels("auto"):
-            assert dispatch.select(torch.ones(2, 4), "layer", native=False) == "reference"
+            assert dispatch.select(torch.ones(2, 4), "layer", fused=False) == "reference"
     assert dict(ran) == {"reference layer": 2}
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from normkit.kernels import build, native, reference
+from normkit.kernels import aten, build, native, reference
 
 CHOICES = ("auto", "triton", "native", "reference")
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -108,7 +108,7 @@ def select(
     wide: torch.dtype = torch.float32,
     *,
     width: int = 0,
-    native: bool = True,
+    fused: bool = True,
     counted: bool = True,
 ) -> str:
     """Select the implementation of an operation on `x`.
@@ -118,11 +118,11 @@ def select(
         name: Its name.
         wide: Type of its vectors `[C]`.
         width: Channels that are normalized together; 0 for an operation on columns.
-        native: Whether there is a C++ kernel for these arguments.
+        fused: Whether C++ and PyTorch have a kernel for these arguments.
         counted: Count it for the blocks around; else the caller does.
 
     Returns:
-        "triton", "native" or "reference".
+        "triton", "native", "aten" or "reference".
 
     Raises:
         RuntimeError: If "triton" was chosen and cannot run on `x`.
@@ -132,8 +132,11 @@ def select(
     choice, kind = current_choice(), "reference"
     if wide is torch.float32 and can_use_triton(x, name, choice, width):
         kind = "triton"
-    elif wide is torch.float32 and native and can_use_native(x, choice):
-        kind = "native"
+    elif fused and is_plain(x, choice):
+        if wide is torch.float32 and x.dtype in native.DTYPES and build.is_loaded():
+            kind = "native"
+        elif choice == "auto":
+            kind = "aten"
     if counted:
         count(kind, name)
     return kind
@@ -141,7 +144,7 @@ def select(
 
 def module(kind: str) -> ModuleType:
     """The module that implements operations in this way."""
-    return load_triton() if kind == "triton" else {"native": native, "reference": reference}[kind]
+    return load_triton() if kind == "triton" else {"native": native, "aten": aten, "reference": reference}[kind]
 
 
 def has_torch_kernel(x: Tensor, *parameters: Tensor | None) -> bool:
@@ -176,17 +179,15 @@ def can_use_triton(x: Tensor, name: str, choice: str, width: int = 0) -> bool:
     return not obstacle
 
 
-def can_use_native(x: Tensor, choice: str) -> bool:
-    """True if the C++ kernels run on `x`: a plain tensor on a CPU, not empty, in eager mode."""
+def is_plain(x: Tensor, choice: str) -> bool:
+    """True if kernels other than plain operations run on `x`: a plain tensor on a CPU, not empty, in eager mode."""
     return (
         choice in ("auto", "native")
         and x.is_cpu
-        and x.dtype in native.DTYPES
         and type(x) in (Tensor, nn.Parameter)
         and x.numel() > 0
         and not torch._C._are_functorch_transforms_active()
         and not is_traced()
-        and build.is_loaded()
     )
 
 

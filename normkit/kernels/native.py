@@ -61,45 +61,21 @@ def _layer_scaled(x: Tensor, groups: int, eps: float) -> Tensor:
 # -- per token --------------------------------------------------------------------------------------------------------
 
 
-class RowNorm(torch.autograd.Function):
-    """Divide each row by its root mean square or its `length`; with `center`, without its mean.
-
-    Differentiated twice, it uses plain operations.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps, length, center):  # noqa: D102
-        ctx.save_for_backward(x, weight, bias)  # not a copy, which has no graph to differentiate twice
-        ctx.eps, ctx.length, ctx.center = eps, length, center
-        return library.row_norm(x, weight, bias, eps, length, center)
-
-    @staticmethod
-    def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
-        x, weight, bias = ctx.saved_tensors
-        if torch.is_grad_enabled() or not torch._C._has_storage(dy):
-            op = reference.scale if ctx.length else reference.layer if ctx.center else reference.rms
-            with torch.enable_grad():
-                grads = reference.differentiable_grad(lambda x, w, b: op(x, w, b, ctx.eps), dy, x, weight, bias)
-            return *grads, None, None, None
-        wanted = any(ctx.needs_input_grad[1:3])
-        dx, sums = library.row_norm_grad(dy, x, weight, ctx.eps, ctx.length, ctx.center, wanted)
-        dweight = None if weight is None or not wanted else sums[1].sum_to_size(weight.shape).to(weight.dtype)
-        return dx, dweight, None if bias is None or not wanted else sums[0].to(bias.dtype), None, None, None
+def row_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float, groups: int
+) -> tuple[Tensor, None]:  # fmt: skip
+    """As `reference.row_norm`, of one group; the gradient needs no more than `x`."""
+    return library.row_norm(x, weight, bias, eps, kind == "scale", kind == "layer"), None
 
 
-def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """As `reference.layer`."""
-    return RowNorm.apply(x, weight, bias, eps, False, True)  # type: ignore[return-value]
-
-
-def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """As `reference.rms`."""
-    return RowNorm.apply(x, weight, bias, eps, False, False)  # type: ignore[return-value]
-
-
-def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """As `reference.scale`."""
-    return RowNorm.apply(x, weight, bias, eps, True, False)  # type: ignore[return-value]
+def row_norm_grad(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, saved: None, kind: str, eps: float, groups: int,
+    wanted: tuple[bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of x, weight and bias."""
+    dx, sums = library.row_norm_grad(dy, x, weight, eps, kind == "scale", kind == "layer", any(wanted))
+    dweight = sums[1].sum_to_size(weight.shape).to(weight.dtype) if weight is not None and any(wanted) else None
+    return dx, dweight, sums[0].to(bias.dtype) if bias is not None and any(wanted) else None
 
 
 # -- a training step --------------------------------------------------------------------------------------------------

@@ -23,10 +23,7 @@ def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
     if dispatch.has_torch_kernel(x, weight, bias):
         dispatch.count("torch", "layer")
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    # PyTorch's kernel for a CPU is as fast in float32, and adds up gradients of halves in their type
-    half = x.dtype in HALVES
-    kind = dispatch.select(x, "layer", reference.wide_type(x, weight, bias), width=x.shape[-1], native=half)
-    return dispatch.module(kind).layer(x, weight, bias, eps)
+    return _row_norm(x, weight, bias, "layer", eps)
 
 
 def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, inside: bool = True) -> Tensor:
@@ -34,23 +31,30 @@ def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, in
     if inside and bias is None and dispatch.has_torch_kernel(x, weight):
         dispatch.count("torch", "rms")
         return F.rms_norm(x, x.shape[-1:], weight, eps)
-    kind = dispatch.select(x, "rms", reference.wide_type(x, weight, bias), width=x.shape[-1], native=inside)
-    if kind == "native":
-        return native.rms(x, weight, bias, eps)
-    return dispatch.module(kind).rms(x, weight, bias, eps, inside=inside)
+    return _row_norm(x, weight, bias, "rms" if inside else "rms_plus_eps", eps)
 
 
 def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Divide each row by its length, at least `eps`."""
-    kind = dispatch.select(x, "scale", reference.wide_type(x, weight, bias), width=x.shape[-1])
-    return dispatch.module(kind).scale(x, weight, bias, eps)
+    return _row_norm(x, weight, bias, "scale", eps)
 
 
 def group(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int) -> Tensor:
     """Normalize each of `groups` runs of consecutive channels of each row as `layer` does."""
-    width = x.shape[-1] // groups
-    kind = dispatch.select(x, "group", reference.wide_type(x, weight, bias), width=width, native=False)
-    return dispatch.module(kind).group(x, weight, bias, eps, groups)
+    return _row_norm(x, weight, bias, "layer", eps, groups)
+
+
+def _row_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float, groups: int = 1
+) -> Tensor:  # fmt: skip
+    # PyTorch's LayerNorm on a CPU is as fast in float32, and adds up gradients of halves in their type
+    fused = groups == 1 and (kind in ("rms", "scale") or (kind == "layer" and x.dtype in HALVES))
+    name = "group" if groups > 1 else "rms" if kind == "rms_plus_eps" else kind
+    wide = reference.wide_type(x, weight, bias)
+    found = dispatch.select(x, name, wide, width=x.shape[-1] // groups, fused=fused)
+    if found == "reference" or (found == "aten" and kind == "layer"):
+        return reference.row_norm(x, weight, bias, kind, eps, groups)
+    return reference.RowNorm.apply(x, weight, bias, kind, eps, groups, dispatch.module(found))  # type: ignore[return-value]
 
 
 def group_rms(x: Tensor, eps: float, groups: int, *, inside: bool = True) -> Tensor:
@@ -109,7 +113,7 @@ def train_step(x: Tensor, mask: Tensor | None, rule: Rule, state: State) -> Tens
             data = x.detach()
             found = state.records.find(data, lambda mask: rule.pool(kernels.moments(data, mask, rule.center)[0]))
         mask = mask if found is None else found.mask
-    kernel_rule = find_kernel_rule(rule, state) if kind != "reference" else None
+    kernel_rule = find_kernel_rule(rule, state) if kind in ("native", "triton") else None
     if kernel_rule and (not native.can_step(x, rule) or (x.is_cuda and dispatch.is_traced())):
         kernel_rule = None
     known = kernel_rule is not None and found is None and rule.known_in_advance(state)

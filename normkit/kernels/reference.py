@@ -114,6 +114,43 @@ def differentiable_grad(op: Callable[..., Tensor], dy: Tensor, *inputs: Tensor |
     return tuple(next(grads) if t is not None and t.requires_grad else None for t in inputs)
 
 
+def row_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float, groups: int
+) -> Tensor:  # fmt: skip
+    """A norm per token by its kind: "layer", of `groups`; "rms"; "rms_plus_eps"; "scale"."""
+    if kind == "layer":
+        return layer(x, weight, bias, eps) if groups == 1 else group(x, weight, bias, eps, groups)
+    if kind == "scale":
+        return scale(x, weight, bias, eps)
+    return rms(x, weight, bias, eps, inside=kind == "rms")
+
+
+class RowNorm(torch.autograd.Function):
+    """`row_norm` by the kernels of a module and their gradient; differentiated twice, by plain operations.
+
+    The module has `row_norm(x, weight, bias, kind, eps, groups)`, which returns y and what the backward pass needs, and
+    `row_norm_grad(dy, x, weight, bias, saved, kind, eps, groups, wanted)`, which returns the gradients, those of weight
+    and bias where `wanted` is True.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, kind, eps, groups, module):  # noqa: D102
+        y, saved = module.row_norm(x, weight, bias, kind, eps, groups)
+        ctx.save_for_backward(x, weight, bias, saved)  # not a copy, which has no graph to differentiate twice
+        ctx.how, ctx.module = (kind, eps, groups), module
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
+        x, weight, bias, saved = ctx.saved_tensors
+        if torch.is_grad_enabled() or not torch._C._has_storage(dy):  # differentiated twice, or under vmap
+            with torch.enable_grad():
+                grads = differentiable_grad(lambda *given: row_norm(*given, *ctx.how), dy, x, weight, bias)
+        else:
+            grads = ctx.module.row_norm_grad(dy, x, weight, bias, saved, *ctx.how, ctx.needs_input_grad[1:3])
+        return *grads, None, None, None, None
+
+
 # -- per channel ------------------------------------------------------------------------------------------------------
 
 

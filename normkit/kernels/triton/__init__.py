@@ -2,6 +2,6 @@
 
 from normkit.kernels.triton.columns import gradient, gradient_sums, moments, standardize
 from normkit.kernels.triton.plans import plan
-from normkit.kernels.triton.rows import group, layer, rms, scale
+from normkit.kernels.triton.rows import row_norm, row_norm_grad
 
-__all__ = ["gradient", "gradient_sums", "group", "layer", "moments", "plan", "rms", "scale", "standardize"]
+__all__ = ["gradient", "gradient_sums", "moments", "plan", "row_norm", "row_norm_grad", "standardize"]
