@@ -66,7 +66,7 @@ def test_without_a_compiler_plain_operations_run(spec, compiler, monkeypatch):
 
 def test_a_compiler_that_fails_is_quoted(compiler, tmp_path):
     loaded = compiler("echo 'no such flag: -O3' >&2; exit 1")
-    with pytest.warns(RuntimeWarning, match="no such flag: -O3"):
+    with pytest.warns(RuntimeWarning, match="-O3"):
         assert not build.is_loaded()
     assert loaded == []
     assert {path.suffix for path in (tmp_path / "cache" / "native").iterdir()} == {".lock"}

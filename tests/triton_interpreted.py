@@ -338,7 +338,7 @@ def test_traced_operations_are_those_of_torch():
         traced = torch.jit.trace(norm, x, check_trace=False)
     assert not any("triton" in kind for kind in ran)
     torch.testing.assert_close(traced(x), norm(x))
-    with normkit.kernels("triton"), pytest.raises(RuntimeError, match="traced or differentiated in forward mode"):
+    with normkit.kernels("triton"), pytest.raises(RuntimeError, match="triton"):
         make_fx(norm)(x)
 
 

@@ -50,8 +50,9 @@ def kernels(choice: str) -> Iterator[collections.Counter[str]]:
     Args:
         choice: One of
 
-            - "auto": in eager mode the first of the next two that can run, else the reference. PyTorch's own kernels
-              of LayerNorm and RMSNorm go first on a GPU, up to 4 million numbers.
+            - "auto": in eager mode the first of the next two that can run; else, on a CPU, PyTorch's kernels of other
+              norms; else the reference. PyTorch's own kernels of LayerNorm and RMSNorm go first on a GPU, up to 4
+              million numbers.
             - "triton": Triton kernels for float32, bfloat16 and float16 tensors on CUDA; needs the package triton.
               CPU tensors need its interpreter (`TRITON_INTERPRET=1` before Python starts).
             - "native": C++ kernels for float32 and bfloat16 on a CPU; needs Linux and a C++ compiler on first use.
@@ -108,7 +109,7 @@ def select(
     wide: torch.dtype = torch.float32,
     *,
     width: int = 0,
-    fused: bool = True,
+    cpu: tuple[str, ...] = ("native", "aten"),
     counted: bool = True,
 ) -> str:
     """Select the implementation of an operation on `x`.
@@ -118,7 +119,7 @@ def select(
         name: Its name.
         wide: Type of its vectors `[C]`.
         width: Channels that are normalized together; 0 for an operation on columns.
-        fused: Whether C++ and PyTorch have a kernel for these arguments.
+        cpu: Implementations on a CPU for these arguments: "native", C++; "aten", kernels of PyTorch for other norms.
         counted: Count it for the blocks around; else the caller does.
 
     Returns:
@@ -132,10 +133,10 @@ def select(
     choice, kind = current_choice(), "reference"
     if wide is torch.float32 and can_use_triton(x, name, choice, width):
         kind = "triton"
-    elif fused and is_plain(x, choice):
-        if wide is torch.float32 and x.dtype in native.DTYPES and build.is_loaded():
+    elif cpu and is_plain(x, choice):
+        if "native" in cpu and wide is torch.float32 and x.dtype in native.DTYPES and build.is_loaded():
             kind = "native"
-        elif choice == "auto":
+        elif "aten" in cpu and choice == "auto":
             kind = "aten"
     if counted:
         count(kind, name)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normkit.kernels import build, reference
+from normkit.kernels import build
 from normkit.kernels.records import StepStatistics
 from normkit.kernels.rule import NEVER, KernelRule, Rule, State
 
@@ -19,43 +19,11 @@ BACKWARD = ("exact", "running", "windowed")
 library: Any = torch.ops.normkit  # has these operations once `build.is_loaded()`
 
 
-def moments(
-    x: Tensor, mask: Tensor | None = None, center: bool = False, dtype: torch.dtype | None = None, groups: int = 0,
-    eps: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `reference.moments`, of `x` after layer-scale."""
-    return library.moments(x, mask, center, groups, eps)
-
-
 def standardize(
     x: Tensor, stat: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int = 0
 ) -> Tensor:  # fmt: skip
     """As `reference.standardize`, of `x` after layer-scale."""
     return library.standardize(x, stat, weight, bias, groups, eps)
-
-
-def gradient_sums(
-    dy: Tensor, x: Tensor, mean: Tensor | None, mask: Tensor | None = None, real: bool = False,
-    dtype: torch.dtype | None = None, groups: int = 0, eps: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """As `reference.gradient_sums`, of `x` after layer-scale."""
-    if not torch._C._has_storage(dy):  # vmap passes gradients without memory
-        return reference.gradient_sums(dy, _layer_scaled(x, groups, eps), mean, mask, real, dtype)
-    return library.gradient_sums(dy.to(x.dtype), x, mean, mask, real and mask is not None, groups, eps)
-
-
-def gradient(
-    dy: Tensor, x: Tensor, mean: Tensor | None, coefficients: Tensor, mask: Tensor | None = None, groups: int = 0,
-    eps: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """As `reference.gradient`, through layer-scale."""
-    if not torch._C._has_storage(dy) and not groups:
-        return reference.gradient(dy, x, mean, coefficients, mask)
-    return library.gradient(dy.to(x.dtype), x, mean, coefficients, mask, groups, eps)
-
-
-def _layer_scaled(x: Tensor, groups: int, eps: float) -> Tensor:
-    return reference.rms(x.unflatten(-1, (groups, -1)), None, None, eps).flatten(-2) if groups else x
 
 
 # -- per token --------------------------------------------------------------------------------------------------------
@@ -121,7 +89,7 @@ def step(
     numbers = [
         FORWARD.index(how.forward), BACKWARD.index(how.backward), known,
         end if isinstance(end, int) else NEVER if plan else end.tolist() or NEVER,
-        how.unbiased, how.exact_early, how.clamp, rule.center, groups, rule.pad_grad == "real",
+        how.unbiased, how.clamp, rule.center, groups, rule.pad_grad == "real",
     ]  # fmt: skip
     buffers = [
         state.running, state.step, state.skipped, state.skipped_grad, how.window, how.window_grad, how.smooth_grad,

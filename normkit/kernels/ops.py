@@ -47,12 +47,13 @@ def group(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, gro
 def _row_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float, groups: int = 1
 ) -> Tensor:  # fmt: skip
-    # PyTorch's LayerNorm on a CPU is as fast in float32, and adds up gradients of halves in their type
-    fused = groups == 1 and (kind in ("rms", "scale") or (kind == "layer" and x.dtype in HALVES))
+    cpu: tuple[str, ...] = ("native", "aten") if kind in ("rms", "scale") else ()
+    if kind == "layer" and groups == 1 and x.dtype in HALVES:  # PyTorch's kernel adds up gradients in their type
+        cpu = ("native",)
     name = "group" if groups > 1 else "rms" if kind == "rms_plus_eps" else kind
     wide = reference.wide_type(x, weight, bias)
-    found = dispatch.select(x, name, wide, width=x.shape[-1] // groups, fused=fused)
-    if found == "reference" or (found == "aten" and kind == "layer"):
+    found = dispatch.select(x, name, wide, width=x.shape[-1] // groups, cpu=cpu)
+    if found == "reference":
         return reference.row_norm(x, weight, bias, kind, eps, groups)
     return reference.RowNorm.apply(x, weight, bias, kind, eps, groups, dispatch.module(found))  # type: ignore[return-value]
 
@@ -73,7 +74,7 @@ def moments(
 ) -> tuple[Tensor, Tensor]:
     """Statistics `[k, C]` of the real rows of `x` and their number: `reference.moments`."""
     dtype = x.dtype if dtype is None else dtype
-    return dispatch.module(dispatch.select(x, "moments", dtype)).moments(x, mask, center, dtype)
+    return dispatch.module(dispatch.select(x, "moments", dtype, cpu=("aten",))).moments(x, mask, center, dtype)
 
 
 def standardize(
@@ -104,18 +105,19 @@ def train_step(x: Tensor, mask: Tensor | None, rule: Rule, state: State) -> Tens
     x = x.contiguous()  # kept for the backward pass, too
     wide = torch.promote_types(x.dtype, state.running.dtype)
     kind = dispatch.select(x, "train_step", wide, counted=False)
-    groups = rule.groups if kind == "native" else 0  # C++ applies layer-scale on its way
-    x = group_rms(x, rule.eps, rule.groups) if rule.groups and not groups else x
-    kernels = reference.Kernels(dispatch.module(kind), wide, **({"groups": groups, "eps": rule.eps} if groups else {}))
-    found = None
-    if is_recomputed():
-        with torch.no_grad():
-            data = x.detach()
-            found = state.records.find(data, lambda mask: rule.pool(kernels.moments(data, mask, rule.center)[0]))
-        mask = mask if found is None else found.mask
     kernel_rule = find_kernel_rule(rule, state) if kind in ("native", "triton") else None
     if kernel_rule and (not native.can_step(x, rule) or (x.is_cuda and dispatch.is_traced())):
         kernel_rule = None
+    if kind == "native" and not kernel_rule:
+        kind = "aten"
+    groups = rule.groups if kind == "native" else 0  # C++ applies layer-scale on its way
+    x = group_rms(x, rule.eps, rule.groups) if rule.groups and not groups else x
+    module, found = dispatch.module("aten" if kind == "native" else kind), None
+    if is_recomputed():
+        with torch.no_grad():
+            data = group_rms(x, rule.eps, groups) if groups else x.detach()
+            found = state.records.find(data, lambda mask: rule.pool(module.moments(data, mask, rule.center, wide)[0]))
+        mask = mask if found is None else found.mask
     known = kernel_rule is not None and found is None and rule.known_in_advance(state)
     if not torch.compiler.is_compiling():
         dispatch.count(kind, "train_step on one reading" if known else "train_step")
@@ -123,7 +125,7 @@ def train_step(x: Tensor, mask: Tensor | None, rule: Rule, state: State) -> Tens
         plan = dispatch.load_triton().plan if kind == "triton" else None
         y, statistics = native.step(x, mask, rule, state, kernel_rule, known, plan, groups, found)
     else:
-        y, statistics = reference.train_step(x, mask, rule, state, kernels, found)
+        y, statistics = reference.train_step(x, mask, rule, state, module, wide, found)
     state.records.add(statistics, y)
     return y
 

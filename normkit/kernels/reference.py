@@ -9,7 +9,6 @@ norm with batch statistics. It takes four operations on rows from here, or from 
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -268,20 +267,10 @@ def product(dtype: torch.dtype, *factors: Tensor | None) -> Tensor | None:
 # -- a training step of a norm with batch statistics ------------------------------------------------------------------
 
 
-class Kernels:
-    """Operations of a step: a module, which has them, and its further arguments, as for layer-scale on the way."""
-
-    def __init__(self, module: ModuleType, dtype: torch.dtype, **more: Any) -> None:
-        self.module, self.dtype, self.more = module, dtype, more
-
-    def moments(self, x: Tensor, mask: Tensor | None, center: bool) -> tuple[Tensor, Tensor]:
-        """Statistics `[k, C]` of the real rows of `x`, and the number of these rows."""
-        return self.module.moments(x, mask, center, self.dtype, **self.more)
-
-
 def train_step(
-    x: Tensor, mask: Tensor | None, rule: Rule, state: State, kernels: Kernels, found: StepStatistics | None = None
-) -> tuple[Tensor, StepStatistics]:
+    x: Tensor, mask: Tensor | None, rule: Rule, state: State, kernels: ModuleType, wide: torch.dtype,
+    found: StepStatistics | None = None,
+) -> tuple[Tensor, StepStatistics]:  # fmt: skip
     """Normalize a batch by a rule, and move the state.
 
     Args:
@@ -290,13 +279,14 @@ def train_step(
         rule: The method.
         state: Its buffers.
         kernels: Implementation of the four operations.
+        wide: Type of statistics.
         found: Decisions of an earlier forward on this batch, which moved the state already.
 
     Returns:
         y with its gradient, and the decisions.
     """
     with torch.no_grad():
-        statistics = decide(x.detach(), mask, rule, state, kernels) if found is None else found
+        statistics = decide(x.detach(), mask, rule, state, kernels, wide) if found is None else found
         if torch.compiler.is_compiling():
             statistics = snapshot(statistics)
     affine = (  # kernels would read past the end of a parameter with fewer numbers
@@ -305,9 +295,11 @@ def train_step(
     return Standardize.apply(x, *affine, statistics, rule, state, kernels), statistics  # type: ignore[return-value]
 
 
-def decide(x: Tensor, mask: Tensor | None, rule: Rule, state: State, kernels: Kernels) -> StepStatistics:
+def decide(
+    x: Tensor, mask: Tensor | None, rule: Rule, state: State, kernels: ModuleType, wide: torch.dtype
+) -> StepStatistics:  # fmt: skip
     """Measure the batch, apply the rule and move the state."""
-    local, count = kernels.moments(x, mask, rule.center)
+    local, count = kernels.moments(x, mask, rule.center, wide)
     batch = local = rule.pool(local)
     if state.processes:
         batch, count = sync.join_processes(local, count, state.processes)
@@ -365,7 +357,7 @@ class Standardize(torch.autograd.Function):
         if shift is not None:
             bias = affine(shift, weight, bias)
         weight = weight if scale is None else affine(scale, weight, None)
-        return kernels.module.standardize(x, value, weight, bias, **{"eps": rule.eps, **kernels.more})
+        return kernels.standardize(x, value, weight, bias, rule.eps)
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
@@ -380,7 +372,7 @@ class Standardize(torch.autograd.Function):
         value, mask, wide = statistics.value, statistics.mask, statistics.value.dtype
         inv, mean = torch.rsqrt(value[-1] + rule.eps), value[0] if rule.center else None
         real = mask is not None and rule.pad_grad == "real"
-        sums = kernels.module.gradient_sums(dy, x, mean, mask, real, wide, **kernels.more)
+        sums = kernels.gradient_sums(dy, x, mean, mask, real, wide)
         plain, along = sums[::2], sums[1::2] * inv  # of all rows, then of real ones, which move the state
         factor = product(wide, weight, statistics.output_scale, statistics.grad_scale)
         batch = torch.stack([plain[-1], along[-1]]) if rule.center else along[-1:]
@@ -390,7 +382,7 @@ class Standardize(torch.autograd.Function):
             factor, removed = product(wide, factor, dx_scale), removed * dx_scale
         of_dy, removed = inv if factor is None else inv * factor, removed * -inv
         coefficients = torch.stack([of_dy, removed[-1] * inv, removed[0]])
-        dx = kernels.module.gradient(dy, x, mean, coefficients, mask, **kernels.more)
+        dx = kernels.gradient(dy, x, mean, coefficients, mask)
         dbias, dweight = plain[0], along[0]
         for constant in (statistics.output_scale, statistics.grad_scale):
             dweight = dweight if constant is None else dweight * constant

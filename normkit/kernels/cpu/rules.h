@@ -201,7 +201,7 @@ void differentiate(const TrainingStep& given, int threads) {
             fresh = used = moved(smooth[c], early ? now[c] : mean, rate);
         }
         if (rule != Backward::EXACT && ok) smooth[c] = fresh;
-        if (rule != Backward::EXACT && ((options.exact_early && early) || outlier)) used = now[c];
+        if (rule != Backward::EXACT && early) used = now[c];
         x_coefficient[c] = -inv[c] * inv[c] * used;
         if (center) constant[c] = -inv[c] * batch[c];
     }
