@@ -67,10 +67,10 @@ def relative(got: Tensor, expected: Tensor) -> float:
 # -- is it right ------------------------------------------------------------------------------------------------------
 
 ROW_NORMS = {
-    "layer": lambda m, x, w, b: m.layer(x, w, b, EPS),
-    "rms": lambda m, x, w, b: m.rms(x, w, None, EPS),
-    "scale": lambda m, x, w, b: m.scale(x, w[:1], None, EPS),
-    "group": lambda m, x, w, b: m.group(x, w, b, EPS, 4),
+    "layer": lambda x, w, b: ops.layer(x, w, b, EPS),
+    "rms": lambda x, w, b: ops.rms(x, w, None, EPS),
+    "scale": lambda x, w, b: ops.scale(x, w[:1], None, EPS),
+    "group": lambda x, w, b: ops.group(x, w, b, EPS, 4),
 }
 
 
@@ -86,7 +86,7 @@ def checks() -> Iterator[dict]:
     if not (DRY or SMALL):
         x = draw(270_000, 8192, dtype=torch.bfloat16)  # more than 2^31 numbers
         tail = ops.layer(x[-64:].double(), None, None, EPS)
-        error = relative(kernels.layer(x, None, None, EPS)[-64:], tail)
+        error = relative(kernels.row_norm(x, None, None, "layer", EPS)[0][-64:], tail)
         yield {"rows": 270_000, "channels": 8192, "dtype": "bf16", "op": "layer, last rows", "error": error,
                "same_bits": "", "ok": error < BOUND["bf16"]}  # fmt: skip
 
@@ -119,22 +119,22 @@ def results(n: int, c: int, dtype: torch.dtype) -> Iterator[tuple[str, tuple[lis
     wide = [t.double() for t in (x, w, b)]
     for name, norm in ROW_NORMS.items():
 
-        def both(module, inputs, upstream, norm=norm):
+        def both(choice, inputs, upstream, norm=norm):
             inputs = [t.detach().clone().requires_grad_() for t in inputs]
-            y = norm(module, *inputs)
-            grads = torch.autograd.grad(y, inputs, upstream, allow_unused=True)
+            with normkit.kernels(choice):
+                y = norm(*inputs)
+                grads = torch.autograd.grad(y, inputs, upstream, allow_unused=True)
             return [y.detach(), *(g for g in grads if g is not None)]
 
-        got, again = both(kernels, (x, w, b), dy), both(kernels, (x, w, b), dy)
-        with normkit.kernels("reference"):
-            expected = both(ops, wide, dy.double())
+        got, again = both("triton", (x, w, b), dy), both("triton", (x, w, b), dy)
+        expected = both("reference", wide, dy.double())
         yield name, compare(got, again, expected)
     for center in (False, True):
         mean, coefficients = draw(c) if center else None, draw(3, c)
 
         def column(of, x, dy, mean, coefficients, center=center):
             sums = of.gradient_sums(dy, x, mean, mask, True)
-            scaled = of.scale_shift(x, *coefficients[:2])
+            scaled = of.standardize(x, coefficients[: 1 + center].abs(), *coefficients[:2], 1e-3)
             return [of.moments(x, mask, center)[0], scaled, of.gradient(dy, x, mean, coefficients, mask), sums]
 
         given = x, dy, mean, coefficients
@@ -197,8 +197,11 @@ def timed(n: int, c: int, kind: torch.dtype) -> tuple[dict[str, Run], dict[str, 
     forward: dict[str, Run] = {}
     backward: dict[str, Run] = {}
     for op in ("layer", "rms"):
-        ours = functools.partial(ROW_NORMS[op], kernels)
-        for who, norm in {"ours": lambda x, w, b, eps, f=ours: f(x, w, b), **providers(op, compiled=not DRY)}.items():
+
+        def ours(x, w, b, eps, op=op):
+            return reference.RowNorm.apply(x, w, b if op == "layer" else None, op, eps, 1, kernels)
+
+        for who, norm in {"ours": ours, **providers(op, compiled=not DRY)}.items():
             run = functools.partial(norm, x, w, b, EPS)
             try:  # a peer may refuse a shape, a type or this version of torch
                 y = run()

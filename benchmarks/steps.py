@@ -13,11 +13,10 @@ import argparse
 import dataclasses
 import itertools
 import math
-import platform
 from collections.abc import Callable
 from pathlib import Path
 
-import sweep
+import rows
 import torch
 from normkit_papers.recipes import RECIPES
 from normkit_papers.tasks import TASKS
@@ -27,10 +26,13 @@ from normkit_papers.train.source import source
 from normkit.bench import measure, skip_warmup
 from normkit.norms import Norm
 
-NORMS = ("layer", "rms", "power(groups=0)", "power(groups=1)", "pnv", "batch", "mabn", "un")
+NORMS = (
+    "layer", "rms", "scale", "power(groups=0)", "power(groups=1)", "pnv", "batch", "mabn", "un",
+    "un(outlier_filtration=True)",
+)  # fmt: skip
 EARLY, SCALED = " in its warm-up", " + scale loss"
 BATCHES = 4
-FIELDS = ("device", "torch", "compiled", "norm", "rounds", "ms", "low", "ratio", "high", "noise")
+FIELDS = ("device", "commit", "torch", "compiled", "norm", "rounds", "ms", "low", "ratio", "high", "noise")
 
 
 def steps(spec: str, compiled: bool) -> Callable[[], None]:
@@ -73,7 +75,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/steps_cpu.csv"))
     args = parser.parse_args()
-    sweep.begin(1)
+    torch.set_num_threads(1)
     norms = args.norms or (*NORMS, "un" + EARLY, *([] if args.compile else ["un" + SCALED]))
     calls = {spec: steps(spec, args.compile) for spec in ("layer", *(n for n in norms if n != "layer"))}
     for call in calls.values():
@@ -82,12 +84,13 @@ def main() -> None:
     for spec in calls:
         found = timings.ratio(spec, "layer")
         table.append({
-            "device": platform.machine(), "torch": torch.__version__, "compiled": args.compile, "norm": spec,
-            "rounds": args.rounds, "ms": round(1e3 * timings.median(spec) / BATCHES, 2), "low": round(found.low, 3),
+            "device": rows.processor(), "commit": rows.commit(), "torch": torch.__version__,
+            "compiled": args.compile, "norm": spec, "rounds": args.rounds,
+            "ms": round(1e3 * timings.median(spec) / BATCHES, 2), "low": round(found.low, 3),
             "ratio": round(found.median, 3), "high": round(found.high, 3), "noise": round(timings.noise, 3),
         })  # fmt: skip
-        print("  ".join(f"{table[-1][f]!s:>16s}" for f in FIELDS[3:]), flush=True)
-    sweep.keep(args.out, FIELDS, table)
+        print("  ".join(f"{table[-1][f]!s:>16s}" for f in FIELDS[4:]), flush=True)
+    rows.keep(args.out, FIELDS, ("device", "compiled", "norm"), table)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ approximation they sum over real rows. Either way padded rows, of which no stati
 import math
 
 import numpy as np
-from formulas_switchable import Switchable
 
 ROWS = (0, 1)
 erf = np.vectorize(math.erf)
@@ -261,12 +260,9 @@ class Power(Channels):
     `warmup` steps by the batch's own statistic, as the released code.
     """
 
-    def __init__(
-        self, dim, eps=1e-5, groups=1, alpha_fwd=0.9, alpha_bkw=0.9, warmup=4000, accumulate="average",
-        warmup_grad="exact", denominator="forward", clamp=False,
-    ):  # fmt: skip
-        self.eps, self.groups, self.alpha_fwd, self.alpha_bkw, self.warmup = eps, groups, alpha_fwd, alpha_bkw, warmup
-        self.accumulate, self.warmup_grad, self.denominator, self.clamp = accumulate, warmup_grad, denominator, clamp
+    def __init__(self, dim, eps=1e-5, groups=1, alpha_fwd=0.9, alpha_bkw=0.9, warmup=4000, clamp=False, form="paper"):
+        self.eps, self.groups, self.alpha_fwd, self.alpha_bkw = eps, groups, alpha_fwd, alpha_bkw
+        self.warmup, self.clamp = warmup, clamp
         self.psi2, self.nu = np.ones(dim), np.zeros(dim)
 
     def step(self, x, dy, keep, weight, bias):
@@ -278,17 +274,9 @@ class Power(Channels):
         psi = np.sqrt((batch2 if warm else self.psi2) + self.eps)
         z, g = x / psi, weight * dy  # (8)
         y = weight * z + bias  # (9)
-
-        average = self.psi2 * (t - 1) / t + batch2 / t
-        if self.accumulate == "average":
-            self.psi2 = average if warm else self.ema(self.psi2, batch2)
-        else:
-            self.psi2 = self.ema(average if t < self.warmup else self.psi2, batch2)
-
+        self.psi2 = self.psi2 * (t - 1) / t + batch2 / t if warm else self.ema(self.psi2, batch2)
         gamma, lam = (z[keep] ** 2).mean(0), (g * z)[keep].mean(0)
-        removed = lam if warm and self.warmup_grad == "exact" else self.nu
-        approximate = g - keep[..., None] * removed * z  # (11)
-        dx = approximate / (psi if self.denominator == "forward" else np.sqrt(batch2 + self.eps))  # (12)
+        dx = (g - keep[..., None] * (lam if warm else self.nu) * z) / psi  # (11, 12)
         factor = 1 - (1 - self.alpha_bkw) * gamma
         factor = np.maximum(factor, 0) if self.clamp else factor
         self.nu = self.nu * factor + (1 - self.alpha_bkw) * lam  # (13)
@@ -297,6 +285,26 @@ class Power(Channels):
 
     def ema(self, old, new):
         return self.alpha_fwd * old + (1 - self.alpha_fwd) * new
+
+
+class ReleasedPower(Power):
+    """The authors' MaskPowerNorm, without padding: average and EMA of phi in one step, batch v under dx."""
+
+    e = 0.0
+
+    def step(self, x, dy, keep, weight, bias):
+        counters, t = self.counters(), self.t
+        x, back = layer_scale(x, self.groups, self.eps)
+        v = (x**2).mean(ROWS)
+        z = x / np.sqrt((v if t <= self.warmup else self.psi2) + self.eps)
+        if t < self.warmup:
+            self.psi2 = self.psi2 * (t - 1) / t + v / t
+        self.psi2 = self.ema(self.psi2, v)
+        approximate = weight * dy - (1 - self.alpha_bkw) * self.e * z
+        self.e = self.e + (approximate * z).mean(ROWS)
+        dx = back(approximate / np.sqrt(v + self.eps))
+        out = {"y": weight * z + bias, "dx": dx, **affine_gradients(dy, z), **counters}
+        return {**out, "running": self.psi2[None], "nu": (1 - self.alpha_bkw) * self.e[None]}
 
 
 class MABN(Channels):
@@ -338,12 +346,11 @@ class UN(Channels):
 
     def __init__(
         self, dim, eps=1e-5, window=4, alpha=0.9, warmup=4000, outlier_filtration=False, window_bkw=None,
-        alpha_bkw=None, threshold="scalar", warmup_grad="exact", compensate=False, compensate_after=1000,
+        alpha_bkw=None, threshold="scalar", form="paper",
     ):  # fmt: skip
         self.alpha_bkw = alpha if alpha_bkw is None else alpha_bkw
         self.eps, self.alpha, self.warmup, self.filtration = eps, alpha, warmup, outlier_filtration
-        self.threshold, self.exact, self.compensate = threshold, warmup_grad == "exact", compensate
-        self.compensate_after, self.forward, self.backward = compensate_after, window, window_bkw or window
+        self.threshold, self.forward, self.backward = threshold, window, window_bkw or window
         self.x2, self.gz = np.zeros((self.forward, dim)), np.zeros((self.backward, dim))
         self.var, self.psi, self.filtered = np.ones(dim), np.zeros(dim), 0
 
@@ -361,39 +368,70 @@ class UN(Channels):
                 self.x2[slot] = np.maximum(self.var, self.eps)
                 self.filtered += 1
         v = batch2 if own or outlier else self.geometric()  # (16)
-        r = 1.0
-        if self.compensate and t > max(self.compensate_after, self.warmup) and not outlier:
-            r = np.clip(np.sqrt(v + self.eps) / np.sqrt(self.var + self.eps), 1 / 5, 5)
         self.var = self.alpha * self.var + (1 - self.alpha) * v
 
         sigma = np.sqrt(v + self.eps)
-        z = x / sigma
-        g = weight * r * dy
+        z, g = x / sigma, weight * dy
         s = (g * z)[keep].mean(0)
         self.gz = np.vstack([self.gz[1:], self.psi if outlier else s])
         early = t <= self.backward or t < self.warmup or self.forward == 1
         psi = self.alpha_bkw * self.psi + (1 - self.alpha_bkw) * (s if early or outlier else self.gz.mean(0))  # (17)
-        removed = s if outlier or (early and self.exact) else psi
         self.psi = psi
-        dx = (g - keep[..., None] * z * removed) / sigma
-        out = {"y": weight * z + bias, "dx": dx, "weight": (dy * r * z).sum(ROWS), "bias": dy.sum(ROWS), **counters}
+        dx = (g - keep[..., None] * z * (s if early or outlier else psi)) / sigma
+        out = {"y": weight * z + bias, "dx": dx, **affine_gradients(dy, z), **counters}
+        return {**out, **self.state()}
+
+    def state(self):
         state = {"running": self.var[None], "window_x": self.x2.copy(), "window_g": self.gz.copy()}
-        return {**out, **state, "psi": self.psi[None], "filtered": self.filtered}
+        return {**state, "psi": self.psi[None], "filtered": self.filtered}
 
     def geometric(self):
         return np.prod(self.x2, axis=0) ** (1 / self.forward)
 
 
+class ReleasedUN(UN):
+    """The authors' UN1d, without padding: r in the gradient alone, psi in it from the first step."""
+
+    def step(self, x, dy, keep, weight, bias):
+        counters, t = self.counters(), self.t
+        x2, skip = (x**2).mean(ROWS), self.forward == 1
+        spread = np.sqrt(self.x2).var(ddof=1)
+        self.x2[t % self.forward] = x2
+        gap = self.x2.mean(0) - self.geometric()
+        if self.filtration and t >= self.warmup and (gap > spread * self.forward).any():
+            self.x2[t % self.forward] = self.var
+            self.filtered += 1
+            skip = True
+        v = x2 if t <= self.forward or t < self.warmup or skip else self.geometric()
+        ratio = np.sqrt(v + self.eps) / np.sqrt(self.var + self.eps)
+        r = np.ones_like(v) if t <= max(1000, self.warmup) or skip else ratio.clip(1 / 5, 5)
+        self.var = self.alpha * self.var + (1 - self.alpha) * v
+        z = x / np.sqrt(v + self.eps)
+        g = weight * dy * r
+        s = (g * z).mean(ROWS)
+        self.gz = np.vstack([self.gz[1:], self.psi if skip else s])  # theirs is a ring
+        m = s if t <= self.backward or t < self.warmup or skip else self.gz.mean(0)
+        self.psi = self.alpha * self.psi + (1 - self.alpha) * m
+        dx = (g - z * (s if skip else self.psi)) / np.sqrt(v + self.eps)
+        out = {"y": weight * z + bias, "dx": dx, "weight": (dy * r * z).sum(ROWS), "bias": dy.sum(ROWS), **counters}
+        return {**out, **self.state()}
+
+
 MODELS = {
-    "layer": Layer, "rms": RMS, "group": Group, "instance": Instance, "switchable": Switchable,
+    "layer": Layer, "rms": RMS, "group": Group, "instance": Instance,
     "scale": Scale, "nonorm": NoNorm, "dyt": DyT, "derf": Derf,
     "batch": Batch, "repbn": RepBN, "renorm": Renorm, "pnv": PNV, "power": Power, "mabn": MABN,
     "un": UN,
 }  # fmt: skip
 
 
-def model(name):
-    """Return the class with the formulas of a norm."""
+RELEASED = {"power": ReleasedPower, "un": ReleasedUN}
+
+
+def model(name, form="paper"):
+    """Return the class with the formulas of a norm, those of its paper or of its authors' code."""
+    if form == "released":
+        return RELEASED[name]
     if name not in MODELS:
         raise LookupError(f"no formulas for the norm {name!r}: add a class and a row of MODELS to tests/formulas.py")
     return MODELS[name]

@@ -13,7 +13,6 @@ SHORT = {
     "warmup": 2,
     "window": 2,
     "renorm_after": 2,
-    "compensate_after": 2,
     "r_until": 4,
     "d_until": 4,
     "until": 4,
@@ -21,11 +20,10 @@ SHORT = {
 }
 VARIANTS = [
     "power(groups=0, warmup=2)",
-    "power(groups=0, warmup=2, denominator='batch', accumulate='released', warmup_grad='nu')",
+    "power(groups=0, warmup=2, form='released')",
     "un(window=2, warmup=2, outlier_filtration=True)",
-    "un(window=2, warmup=2, compensate=True, compensate_after=2, window_bkw=3)",
+    "un(window=2, warmup=2, form='released', window_bkw=3)",
     "group(groups=2, over='sample')",
-    "switchable(over='sample')",
     "rms",
     "rms(eps_at='outside', bias=True)",
 ]
@@ -90,13 +88,13 @@ def trained(spec: str, steps: int = 4, dtype: torch.dtype = torch.float64, seed:
 WITH_KERNEL_RULE = [
     "batch", "batch(running_var='biased', affine=False)", "pnv(bias=False)", "repbn", "un(window=2, warmup=2)",
     "un(window=2, warmup=2, outlier_filtration=True)", "un(outlier_filtration=True)",
-    "un(window=2, warmup=2, outlier_filtration=True, window_bkw=3, warmup_grad='ema')",
-    "un(window=3, window_bkw=2, warmup_grad='ema', alpha_bkw=0.5)", "un(window=1, eps=0.0)",
-    "power(groups=0, warmup=2)", "power(groups=2, warmup=2, warmup_grad='nu', clamp=True)",
+    "un(window=2, warmup=2, outlier_filtration=True, window_bkw=3)",
+    "un(window=3, window_bkw=2, alpha_bkw=0.5)", "un(window=1, eps=0.0)",
+    "power(groups=0, warmup=2)", "power(groups=2, warmup=2, clamp=True)",
     "un", "power(groups=0)",
 ]  # fmt: skip
 WITHOUT_KERNEL_RULE = [
-    "power(groups=0, warmup=2, accumulate='released')",
+    "power(groups=0, warmup=2, form='released')",
     "un(window=2, warmup=2, outlier_filtration=True, threshold='channel')",
     "renorm(warmup=1, r_until=3, d_until=3)", "mabn(window=2, warmup=2, renorm_after=3)", "mabn(window=2)",
     "batch(scalar=True)", "un(window=2, warmup=2, scalar=True)", "power(groups=0, warmup=2, scalar=True)",

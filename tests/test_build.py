@@ -59,14 +59,14 @@ def test_without_a_compiler_plain_operations_run(spec, compiler, monkeypatch):
     with normkit.kernels("auto") as ran:
         normkit.make(spec, 4)(torch.randn(8, 4))
     assert ran
-    assert all(name.startswith("reference") for name in ran)
+    assert all(name.startswith("aten") for name in ran)
     with pytest.raises(RuntimeError, match="native"), normkit.kernels("native"):
         pass
 
 
 def test_a_compiler_that_fails_is_quoted(compiler, tmp_path):
     loaded = compiler("echo 'no such flag: -O3' >&2; exit 1")
-    with pytest.warns(RuntimeWarning, match="no such flag: -O3"):
+    with pytest.warns(RuntimeWarning, match="-O3"):
         assert not build.is_loaded()
     assert loaded == []
     assert {path.suffix for path in (tmp_path / "cache" / "native").iterdir()} == {".lock"}

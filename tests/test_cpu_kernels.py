@@ -1,6 +1,4 @@
-"""C++ kernels for CPUs against plain operations in float64."""
-
-import itertools
+"""Kernels for CPUs, in C++ and of PyTorch, against plain operations in float64."""
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import normkit
-from normkit.kernels import build, native, ops, reference
+from normkit.kernels import aten, build, native, ops, reference
 
 needs_kernels = pytest.mark.skipif(bool(build.obstacle()), reason=f"no kernels here: {build.obstacle()}")
 KINDS = (torch.float32, torch.bfloat16)
@@ -25,51 +23,65 @@ def normal(*shape, kind=torch.float32):
     return (torch.randn(*shape) * 1.5 + 0.3).to(kind)
 
 
-def scaled(x, groups, eps):
-    """Layer-scale in float64."""
-    if not groups:
-        return x
-    split = x.unflatten(-1, (groups, -1))
-    return (split * torch.rsqrt(split.square().mean(-1, keepdim=True) + eps)).flatten(-2)
-
-
-def columns():
-    for (n, width), kind, masked in itertools.product(SHAPES, KINDS, (False, True)):
-        for center, groups in ((True, 0), (False, 0), (False, 1), (False, width if width < 60 else 5)):
-            yield n, width, kind, masked, center, groups
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_columns(kind, center, masked):
+    for n, width in ((0, 3), *SHAPES):
+        torch.manual_seed(0)
+        x, dy = normal(n, width, kind=kind), normal(n, width, kind=kind)
+        mask = torch.rand(n) < 0.6 if masked else None
+        mean, weight, bias = normal(3, width).unbind(0)
+        mean = mean if center else None
+        stat, count = aten.moments(x, mask, center, torch.float32)
+        expected, real = reference.moments(x.double(), mask, center)
+        assert (stat.dtype, count.item()) == (torch.float32, real.item())
+        assert_close(stat.double(), expected, rtol=2e-5, atol=2e-5)
+        for real in (False, True):
+            sums = aten.gradient_sums(dy, x, mean, mask, real, torch.float32)
+            expected = reference.gradient_sums(dy.double(), x.double(), mean, mask, real)
+            assert_close(sums.double(), expected, rtol=1e-4, atol=1e-4)
+        if n:
+            expected = reference.standardize(x.double(), stat, weight, bias, 1e-3)
+            for module in (aten, native) if build.is_loaded() else (aten,):
+                assert_close(module.standardize(x, stat, weight, bias, 1e-3).double(), expected, **FINE[kind])
 
 
 @needs_kernels
-@pytest.mark.parametrize(("n", "width", "kind", "masked", "center", "groups"), list(columns()))
-def test_columns(n, width, kind, masked, center, groups):
-    torch.manual_seed(0)
-    x, dy, eps = normal(n, width, kind=kind), normal(n, width, kind=kind), 1e-3
-    mean, scale, shift = normal(3, width).unbind(0)
-    mean = mean if center else None
-    mask = torch.rand(n) < 0.6 if masked else None
-    wide = x.double().requires_grad_()
-    u = scaled(wide, groups, eps)
-    stat, count = native.moments(x, mask, center, groups=groups, eps=eps)
-    expected, real = reference.moments(u.detach(), mask, center)
-    assert (stat.dtype, count.item()) == (torch.float32, real.item())
-    assert_close(stat.double(), expected, rtol=2e-5, atol=2e-5)
-    assert_close(native.scale_shift(x, scale, shift, groups, eps).double(), u.detach() * scale + shift, **FINE[kind])
-
-    sums = native.gradient_sums(dy, x, mean, mask, True, groups=groups, eps=eps)
-    expected = reference.gradient_sums(dy.double(), u.detach(), mean, mask, True)
-    assert_close(sums.double(), expected, rtol=1e-4, atol=1e-4)
-    coefficients = normal(3, width)
-    dx = native.gradient(dy, x, mean, coefficients, mask, groups, eps)
-    given = reference.gradient(dy.double(), u.detach(), mean, coefficients.double(), mask)
-    rough = {"rtol": 2e-2, "atol": 3e-2} if kind is KINDS[1] else {"rtol": 1e-4, "atol": 1e-4}
-    assert_close(dx.double(), torch.autograd.grad(u, wide, given)[0], **rough)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("spec", ["batch", "pnv", "power(warmup=1)", "power(groups=7, warmup=1)", "power(groups=0)"])
+def test_steps_of_many_shapes(spec, masked, kind):
+    for n, width in SHAPES:
+        if width % 7 and "7" in spec:
+            continue
+        found = []
+        for choice, wide in (("native", kind), ("reference", torch.float64)):
+            torch.manual_seed(0)
+            norm, seen = normkit.make(spec, width).to(torch.promote_types(wide, torch.float32)), []
+            for _ in range(2):
+                x = normal(n, width, kind=kind).to(wide).requires_grad_()
+                mask = torch.rand(n) < 0.6 if masked else None
+                with normkit.kernels(choice):
+                    y = norm(x, mask)
+                    y.backward(normal(n, width, kind=kind).to(wide))
+                seen += [y, x.grad, norm.running]
+            norm.eval()
+            with torch.no_grad(), normkit.kernels(choice):
+                seen.append(norm(x))
+            found.append(seen)
+        rough = {"rtol": 3e-2, "atol": 3e-2} if kind is KINDS[1] else {"rtol": 2e-4, "atol": 2e-4}
+        for ours, plain in zip(*found, strict=True):
+            assert_close(ours.double(), plain, **rough)
 
 
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("op", "weights"), [("rms", "C"), ("rms", ""), ("scale", "1"), ("scale", "C"), ("scale", "")])
-def test_rows_in_any_order_of_memory(op, weights, biased, kind):
+@pytest.mark.parametrize("by", ["native", "aten"])
+def test_rows_in_any_order_of_memory(op, weights, biased, kind, by, monkeypatch):
+    monkeypatch.setattr(build, "is_loaded", lambda: by == "native")
     for n, width in SHAPES:
         torch.manual_seed(0)
         x, dy = normal(width, n, kind=kind).T.requires_grad_(), normal(width, n, kind=kind).T
@@ -79,9 +91,9 @@ def test_rows_in_any_order_of_memory(op, weights, biased, kind):
         wide = [t.detach().double().requires_grad_() for t in leaves]
         given = iter(wide)
         args = [next(given) if t is not None else None for t in (x, weight, bias)]
-        with normkit.kernels("native") as ran:
+        with normkit.kernels("auto") as ran:
             y = getattr(ops, op)(x, weight, bias, 1e-3)
-        assert dict(ran) == {f"native {op}": 1}
+        assert dict(ran) == {f"{by} {op}": 1}
         with normkit.kernels("reference"):
             expected = getattr(ops, op)(*args, 1e-3)
         assert_close(y.double(), expected, **FINE[kind])
@@ -121,25 +133,21 @@ def test_halves_are_rounded_to_the_nearest_as_pytorch_does():
     special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 3.3895e38, 1e-40, -1e-40, 1.0])
     x = torch.cat([special, torch.randn(100_000 - len(special))]).bfloat16().view(-1, 50)
     scale = torch.cat([torch.tensor([1.0 + 2**-8, 1.0 + 3 * 2**-8, 3.0]), torch.rand(47) * 2])  # ties among them
-    y = native.scale_shift(x, scale, torch.zeros(50))
+    y = native.standardize(x, torch.ones(1, 50), scale, None, 0.0)
     expected = (x.float() * scale).bfloat16()
     assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@needs_kernels
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_variance_survives_a_mean_far_from_zero(masked):
+@pytest.mark.parametrize("choice", ["auto", "reference"])
+def test_the_variance_survives_a_mean_far_from_zero(choice, masked):
     torch.manual_seed(0)
     x, mask = torch.randn(5000, 8) + 1e4, torch.rand(5000) < 0.5 if masked else None
-    stat = native.moments(x, mask, True)[0]
-    assert_close(stat.double(), ops.moments(x.double(), mask, True)[0], rtol=1e-4, atol=1e-4)
-
-
-@needs_kernels
-def test_nothing_real_has_no_statistics():
-    for center in (False, True):
-        stat, count = native.moments(torch.ones(5, 3), torch.zeros(5, dtype=torch.bool), center)
-        assert (stat.abs().sum().item(), count.item()) == (0, 0)
+    norm = normkit.make("batch(alpha=0, running_var=biased)", 8)
+    with normkit.kernels(choice):
+        norm(x, mask)
+        assert_close(ops.moments(x, mask, True)[0], norm.running, rtol=1e-4, atol=1e-4)
+    assert_close(norm.running.double(), reference.moments(x.double(), mask, True)[0], rtol=1e-4, atol=1e-4)
 
 
 @needs_kernels
@@ -173,20 +181,6 @@ def test_several_forwards_in_one_graph_keep_separate_statistics(spec, recomputed
                 seen += [one.grad, two.grad]
         found.append([*seen, *(p.grad for p in norm.parameters()), *norm.buffers()])
     assert_close(*found[::-1], rtol=1e-4, atol=1e-4)
-
-
-@needs_kernels
-@pytest.mark.parametrize("op", [ops.rms, ops.scale])
-def test_gradients_of_gradients_go_by_plain_operations(op):
-    torch.manual_seed(0)
-    x, weight = normal(4, 6).requires_grad_(), normal(1 if op is ops.scale else 6).requires_grad_()
-    found = []
-    for choice in ("native", "reference"):
-        with normkit.kernels(choice):
-            y = op(x, weight, None, 1e-5)
-            dx = torch.autograd.grad(y.square().sum(), x, create_graph=True)[0]
-            found.append(torch.autograd.grad(dx.square().sum(), [x, weight]))
-    assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
 
 
 @needs_kernels
@@ -243,14 +237,12 @@ def test_inference_mode_and_negative_views():
     assert norm.step == 1
     negative = torch._neg_view(x)
     assert_close(ops.rms(negative, None, None, 1e-5), -ops.rms(x, None, None, 1e-5))
-    assert_close(native.moments(negative, None, True)[0], native.moments(-x, None, True)[0])
+    assert_close(norm.eval()(negative), norm(-x))
 
 
 @needs_kernels
 def test_invalid_arguments_of_c_kernels_raise():
     x = torch.randn(4, 6)
-    with pytest.raises(ValueError, match="mask"):
-        native.moments(x, torch.ones(3, dtype=torch.bool), True)
     with pytest.raises(RuntimeError, match="weight"):
         ops.rms(x, torch.ones(6, device="meta"), None, 1e-5)
     norm = normkit.make("un", 6)

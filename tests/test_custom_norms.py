@@ -44,7 +44,7 @@ def test_training_in_transforms_of_torch_func_raises():
     def loss(parameters):
         return torch.func.functional_call(norm, (parameters, state), (x,)).sum()
 
-    with pytest.raises(RuntimeError, match=r"do not train under torch\.func .* call model\.eval\(\) first"):
+    with pytest.raises(RuntimeError, match="eval"):
         torch.func.grad(loss)(dict(norm.named_parameters()))
     norm.eval()
     torch.func.grad(loss)(dict(norm.named_parameters()))
@@ -52,19 +52,17 @@ def test_training_in_transforms_of_torch_func_raises():
 
 def test_training_in_forward_mode_raises():
     norm, x = normkit.make("un", 4), torch.randn(6, 4)
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"in forward mode; call model\.eval\(\) first"):
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="eval"):
         norm(forward_ad.make_dual(x, x))
     assert norm.step == 0
 
 
-@pytest.mark.parametrize(
-    ("choice", "message"), [("auto", "take one after the other"), ("reference", "would move this norm's state")]
-)
-def test_batched_gradients_of_a_norm_that_keeps_their_statistics_raise(choice, message):
+@pytest.mark.parametrize("choice", ["auto", "reference"])
+def test_batched_gradients_of_a_norm_that_keeps_their_statistics_raise(choice):
     norm, x = normkit.make("un", 4), torch.randn(6, 4, requires_grad=True)
     with normkit.kernels(choice):
         y = norm(x)
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(RuntimeError, match="vmap"):
             torch.autograd.grad(y, x, torch.randn(3, 6, 4), is_grads_batched=True)
         exact = normkit.make("pnv", 4)
         with normkit.kernels("reference"):

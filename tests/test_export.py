@@ -168,15 +168,6 @@ def test_masks_leave_the_batch_open_and_no_operation(tmp_path):
             torch.testing.assert_close(program(x.clone(), mask)[0], model(x.clone(), mask)[0])
 
 
-@pytest.mark.parametrize("over", ["token", "sample"])
-def test_a_switchable_norm_leaves_the_batch_open(over, tmp_path):
-    model = nn.Sequential(make(f"switchable(over={over})", 4)).eval()
-    export(model, tmp_path / "model.pt2", torch.randn(2, 5, 4))
-    x = torch.randn(3, 5, 4)
-    (y,) = torch.export.load(tmp_path / "model.pt2").module()(x)
-    torch.testing.assert_close(y, model(x))
-
-
 class FixedLength(nn.Module):
     """A model whose weights mix tokens, as in MLP-Mixer: it takes one length."""
 

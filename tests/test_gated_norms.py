@@ -91,7 +91,7 @@ def test_the_weight_can_be_read_where_no_kernel_takes_it():
     assert model.norm.weight is model.norm.norm.weight
     assert model.norm.variance_epsilon == 1e-3
     assert nk.fold(model.eval(), torch.randn(2, 5, DIM))[0].norm.weight is None
-    with pytest.raises(RuntimeError, match="use_cache=True"):
+    with pytest.raises(RuntimeError, match="use_cache"):
         GatedNorm.weight.fget(SimpleNamespace(norm=OnGpu(), training=True))
 
 
@@ -101,7 +101,7 @@ def test_a_mask_of_an_empty_batch_fits_rows():
 
 def test_scale_loss_measures_what_norms_read():
     model, x = Mixer(MyRMSNormGated()), torch.randn(2, 5, DIM)
-    with pytest.raises(ValueError, match="the model has none"), nk.scale_loss(model):
+    with pytest.raises(ValueError, match="model"), nk.scale_loss(model):
         pass
     new = nk.convert(model, "un")
     with nk.scale_loss(new) as scales:
@@ -115,5 +115,5 @@ def test_scale_loss_measures_what_norms_read():
 
 
 def test_an_unknown_activation_cannot_be_read():
-    with pytest.raises(ValueError, match="no reader for the class name MyRMSNormGated"):
+    with pytest.raises(ValueError, match="MyRMSNormGated"):
         nk.convert(Mixer(MyRMSNormGated(activation=torch.tanh)), "un")

@@ -39,10 +39,10 @@ def test_norms_fold_into_layers_with_normalized_weights(normalize, build, size):
 
 def test_a_tied_output_has_the_same_rows_or_is_rejected():
     table, output = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
-    with pytest.raises(ValueError, match="another weight"):
+    with pytest.raises(ValueError, match="weight"):
         nk.fix_embedding(table, output)
     output.weight = table.weight
-    with pytest.raises(ValueError, match="Linear has the embedding's weight"):
+    with pytest.raises(ValueError, match="Linear"):
         nk.fix_embedding(table)
     assert not parametrize.is_parametrized(table)
     model = nn.Sequential(nk.fix_embedding(table, output), output)

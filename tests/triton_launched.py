@@ -93,7 +93,7 @@ def test_a_step_is_counted():
 
 def test_a_norm_on_another_device_raises():
     norm = normkit.make("batch", 8).to("meta")
-    with normkit.kernels("triton"), pytest.raises(RuntimeError, match="weight is on meta; it must be on c"):
+    with normkit.kernels("triton"), pytest.raises(RuntimeError, match="weight"):
         norm(draw(4, 8))
 
 
@@ -103,6 +103,6 @@ def test_a_failing_launch_raises(monkeypatch, capfd):
     with normkit.kernels("triton"):
         norm(draw(4, 8))
         monkeypatch.setattr(triton_driver, "kernels", {})
-        with pytest.raises(RuntimeError, match="cuLaunchKernel failed with error 1 for kernel 0"):
+        with pytest.raises(RuntimeError, match="cuLaunchKernel"):
             norm(draw(4, 8))
     assert "KeyError" in capfd.readouterr().err

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from normkit.kernels import build, native, reference
+from normkit.kernels import aten, build, native, reference
 
 CHOICES = ("auto", "triton", "native", "reference")
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,8 +50,9 @@ def kernels(choice: str) -> Iterator[collections.Counter[str]]:
     Args:
         choice: One of
 
-            - "auto": in eager mode the first of the next two that can run, else the reference. PyTorch's own kernels
-              of LayerNorm and RMSNorm go first on a GPU, up to 4 million numbers.
+            - "auto": in eager mode the first of the next two that can run; else, on a CPU, PyTorch's kernels of other
+              norms; else the reference. PyTorch's own kernels of LayerNorm and RMSNorm go first on a GPU, up to 4
+              million numbers.
             - "triton": Triton kernels for float32, bfloat16 and float16 tensors on CUDA; needs the package triton.
               CPU tensors need its interpreter (`TRITON_INTERPRET=1` before Python starts).
             - "native": C++ kernels for float32 and bfloat16 on a CPU; needs Linux and a C++ compiler on first use.
@@ -108,7 +109,7 @@ def select(
     wide: torch.dtype = torch.float32,
     *,
     width: int = 0,
-    native: bool = True,
+    cpu: tuple[str, ...] = ("native", "aten"),
     counted: bool = True,
 ) -> str:
     """Select the implementation of an operation on `x`.
@@ -118,11 +119,11 @@ def select(
         name: Its name.
         wide: Type of its vectors `[C]`.
         width: Channels that are normalized together; 0 for an operation on columns.
-        native: Whether there is a C++ kernel for these arguments.
+        cpu: Implementations on a CPU for these arguments: "native", C++; "aten", kernels of PyTorch for other norms.
         counted: Count it for the blocks around; else the caller does.
 
     Returns:
-        "triton", "native" or "reference".
+        "triton", "native", "aten" or "reference".
 
     Raises:
         RuntimeError: If "triton" was chosen and cannot run on `x`.
@@ -132,8 +133,11 @@ def select(
     choice, kind = current_choice(), "reference"
     if wide is torch.float32 and can_use_triton(x, name, choice, width):
         kind = "triton"
-    elif wide is torch.float32 and native and can_use_native(x, choice):
-        kind = "native"
+    elif cpu and is_plain(x, choice):
+        if "native" in cpu and wide is torch.float32 and x.dtype in native.DTYPES and build.is_loaded():
+            kind = "native"
+        elif "aten" in cpu and choice == "auto":
+            kind = "aten"
     if counted:
         count(kind, name)
     return kind
@@ -141,7 +145,7 @@ def select(
 
 def module(kind: str) -> ModuleType:
     """The module that implements operations in this way."""
-    return load_triton() if kind == "triton" else {"native": native, "reference": reference}[kind]
+    return load_triton() if kind == "triton" else {"native": native, "aten": aten, "reference": reference}[kind]
 
 
 def has_torch_kernel(x: Tensor, *parameters: Tensor | None) -> bool:
@@ -176,17 +180,15 @@ def can_use_triton(x: Tensor, name: str, choice: str, width: int = 0) -> bool:
     return not obstacle
 
 
-def can_use_native(x: Tensor, choice: str) -> bool:
-    """True if the C++ kernels run on `x`: a plain tensor on a CPU, not empty, in eager mode."""
+def is_plain(x: Tensor, choice: str) -> bool:
+    """True if kernels other than plain operations run on `x`: a plain tensor on a CPU, not empty, in eager mode."""
     return (
         choice in ("auto", "native")
         and x.is_cpu
-        and x.dtype in native.DTYPES
         and type(x) in (Tensor, nn.Parameter)
         and x.numel() > 0
         and not torch._C._are_functorch_transforms_active()
         and not is_traced()
-        and build.is_loaded()
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normkit.kernels import build, reference
+from normkit.kernels import build
 from normkit.kernels.records import StepStatistics
 from normkit.kernels.rule import NEVER, KernelRule, Rule, State
 
@@ -19,85 +19,31 @@ BACKWARD = ("exact", "running", "windowed")
 library: Any = torch.ops.normkit  # has these operations once `build.is_loaded()`
 
 
-def moments(
-    x: Tensor, mask: Tensor | None = None, center: bool = False, dtype: torch.dtype | None = None, groups: int = 0,
-    eps: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `reference.moments`, of `x` after layer-scale."""
-    return library.moments(x, mask, center, groups, eps)
-
-
-def scale_shift(x: Tensor, scale: Tensor, shift: Tensor, groups: int = 0, eps: float = 0.0) -> Tensor:
-    """As `reference.scale_shift`, of `x` after layer-scale."""
-    return library.scale_shift(x, scale, shift, groups, eps)
-
-
-def gradient_sums(
-    dy: Tensor, x: Tensor, mean: Tensor | None, mask: Tensor | None = None, real: bool = False,
-    dtype: torch.dtype | None = None, groups: int = 0, eps: float = 0.0,
+def standardize(
+    x: Tensor, stat: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int = 0
 ) -> Tensor:  # fmt: skip
-    """As `reference.gradient_sums`, of `x` after layer-scale."""
-    if not torch._C._has_storage(dy):  # vmap passes gradients without memory
-        return reference.gradient_sums(dy, _layer_scaled(x, groups, eps), mean, mask, real, dtype)
-    return library.gradient_sums(dy.to(x.dtype), x, mean, mask, real and mask is not None, groups, eps)
-
-
-def gradient(
-    dy: Tensor, x: Tensor, mean: Tensor | None, coefficients: Tensor, mask: Tensor | None = None, groups: int = 0,
-    eps: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """As `reference.gradient`, through layer-scale."""
-    if not torch._C._has_storage(dy) and not groups:
-        return reference.gradient(dy, x, mean, coefficients, mask)
-    return library.gradient(dy.to(x.dtype), x, mean, coefficients, mask, groups, eps)
-
-
-def _layer_scaled(x: Tensor, groups: int, eps: float) -> Tensor:
-    return reference.rms(x.unflatten(-1, (groups, -1)), None, None, eps).flatten(-2) if groups else x
+    """As `reference.standardize`, of `x` after layer-scale."""
+    return library.standardize(x, stat, weight, bias, groups, eps)
 
 
 # -- per token --------------------------------------------------------------------------------------------------------
 
 
-class RowNorm(torch.autograd.Function):
-    """Divide each row by its root mean square or its `length`; with `center`, without its mean.
-
-    Differentiated twice, it uses plain operations.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps, length, center):  # noqa: D102
-        ctx.save_for_backward(x, weight, bias)  # not a copy, which has no graph to differentiate twice
-        ctx.eps, ctx.length, ctx.center = eps, length, center
-        return library.row_norm(x, weight, bias, eps, length, center)
-
-    @staticmethod
-    def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
-        x, weight, bias = ctx.saved_tensors
-        if torch.is_grad_enabled() or not torch._C._has_storage(dy):
-            op = reference.scale if ctx.length else reference.layer if ctx.center else reference.rms
-            with torch.enable_grad():
-                grads = reference.differentiable_grad(lambda x, w, b: op(x, w, b, ctx.eps), dy, x, weight, bias)
-            return *grads, None, None, None
-        wanted = any(ctx.needs_input_grad[1:3])
-        dx, sums = library.row_norm_grad(dy, x, weight, ctx.eps, ctx.length, ctx.center, wanted)
-        dweight = None if weight is None or not wanted else sums[1].sum_to_size(weight.shape).to(weight.dtype)
-        return dx, dweight, None if bias is None or not wanted else sums[0].to(bias.dtype), None, None, None
+def row_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float, groups: int
+) -> tuple[Tensor, None]:  # fmt: skip
+    """As `reference.row_norm`, of one group; the gradient needs no more than `x`."""
+    return library.row_norm(x, weight, bias, eps, kind == "scale", kind == "layer"), None
 
 
-def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """As `reference.layer`."""
-    return RowNorm.apply(x, weight, bias, eps, False, True)  # type: ignore[return-value]
-
-
-def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """As `reference.rms`."""
-    return RowNorm.apply(x, weight, bias, eps, False, False)  # type: ignore[return-value]
-
-
-def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """As `reference.scale`."""
-    return RowNorm.apply(x, weight, bias, eps, True, False)  # type: ignore[return-value]
+def row_norm_grad(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, saved: None, kind: str, eps: float, groups: int,
+    wanted: tuple[bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of x, weight and bias."""
+    dx, sums = library.row_norm_grad(dy, x, weight, eps, kind == "scale", kind == "layer", any(wanted))
+    dweight = sums[1].sum_to_size(weight.shape).to(weight.dtype) if weight is not None and any(wanted) else None
+    return dx, dweight, sums[0].to(bias.dtype) if bias is not None and any(wanted) else None
 
 
 # -- a training step --------------------------------------------------------------------------------------------------
@@ -143,7 +89,7 @@ def step(
     numbers = [
         FORWARD.index(how.forward), BACKWARD.index(how.backward), known,
         end if isinstance(end, int) else NEVER if plan else end.tolist() or NEVER,
-        how.unbiased, how.exact_early, how.clamp, rule.center, groups, rule.pad_grad == "real",
+        how.unbiased, how.clamp, rule.center, groups, rule.pad_grad == "real",
     ]  # fmt: skip
     buffers = [
         state.running, state.step, state.skipped, state.skipped_grad, how.window, how.window_grad, how.smooth_grad,

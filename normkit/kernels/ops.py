@@ -1,7 +1,7 @@
 """The operations that norms call; which implementation runs is decided here.
 
 `reference.py` defines what each computes. Norms of tokens call `layer`, `rms`, `scale` and `group`. Norms with batch
-statistics call `train_step` in training and `scale_shift` at inference.
+statistics call `train_step` in training and `standardize` at inference.
 """
 
 import torch
@@ -23,10 +23,7 @@ def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
     if dispatch.has_torch_kernel(x, weight, bias):
         dispatch.count("torch", "layer")
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    # PyTorch's kernel for a CPU is as fast in float32, and adds up gradients of halves in their type
-    half = x.dtype in HALVES
-    kind = dispatch.select(x, "layer", reference.wide_type(x, weight, bias), width=x.shape[-1], native=half)
-    return dispatch.module(kind).layer(x, weight, bias, eps)
+    return _row_norm(x, weight, bias, "layer", eps)
 
 
 def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, inside: bool = True) -> Tensor:
@@ -34,23 +31,31 @@ def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, in
     if inside and bias is None and dispatch.has_torch_kernel(x, weight):
         dispatch.count("torch", "rms")
         return F.rms_norm(x, x.shape[-1:], weight, eps)
-    kind = dispatch.select(x, "rms", reference.wide_type(x, weight, bias), width=x.shape[-1], native=inside)
-    if kind == "native":
-        return native.rms(x, weight, bias, eps)
-    return dispatch.module(kind).rms(x, weight, bias, eps, inside=inside)
+    return _row_norm(x, weight, bias, "rms" if inside else "rms_plus_eps", eps)
 
 
 def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Divide each row by its length, at least `eps`."""
-    kind = dispatch.select(x, "scale", reference.wide_type(x, weight, bias), width=x.shape[-1])
-    return dispatch.module(kind).scale(x, weight, bias, eps)
+    return _row_norm(x, weight, bias, "scale", eps)
 
 
 def group(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int) -> Tensor:
     """Normalize each of `groups` runs of consecutive channels of each row as `layer` does."""
-    width = x.shape[-1] // groups
-    kind = dispatch.select(x, "group", reference.wide_type(x, weight, bias), width=width, native=False)
-    return dispatch.module(kind).group(x, weight, bias, eps, groups)
+    return _row_norm(x, weight, bias, "layer", eps, groups)
+
+
+def _row_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float, groups: int = 1
+) -> Tensor:  # fmt: skip
+    cpu: tuple[str, ...] = ("native", "aten") if kind in ("rms", "scale") else ()
+    if kind == "layer" and groups == 1 and x.dtype in HALVES:  # PyTorch's kernel adds up gradients in their type
+        cpu = ("native",)
+    name = "group" if groups > 1 else "rms" if kind == "rms_plus_eps" else kind
+    wide = reference.wide_type(x, weight, bias)
+    found = dispatch.select(x, name, wide, width=x.shape[-1] // groups, cpu=cpu)
+    if found == "reference":
+        return reference.row_norm(x, weight, bias, kind, eps, groups)
+    return reference.RowNorm.apply(x, weight, bias, kind, eps, groups, dispatch.module(found))  # type: ignore[return-value]
 
 
 def group_rms(x: Tensor, eps: float, groups: int, *, inside: bool = True) -> Tensor:
@@ -69,17 +74,20 @@ def moments(
 ) -> tuple[Tensor, Tensor]:
     """Statistics `[k, C]` of the real rows of `x` and their number: `reference.moments`."""
     dtype = x.dtype if dtype is None else dtype
-    return dispatch.module(dispatch.select(x, "moments", dtype)).moments(x, mask, center, dtype)
+    return dispatch.module(dispatch.select(x, "moments", dtype, cpu=("aten",))).moments(x, mask, center, dtype)
 
 
-def scale_shift(x: Tensor, scale: Tensor, shift: Tensor, groups: int = 0, eps: float = 0.0) -> Tensor:
-    """`x * scale + shift` with vectors `[C]`; with `groups` of `x` after layer-scale."""
+def standardize(
+    x: Tensor, stat: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int = 0
+) -> Tensor:  # fmt: skip
+    """Standardize with given statistics `[k, C]`; with `groups` of `x` after layer-scale: `reference.standardize`."""
     plain = torch.compiler.is_compiling() or torch.is_grad_enabled() or dispatch.is_traced() or not layout.has_rows(x)
-    kind = "reference" if plain else dispatch.select(x, "scale_shift", scale.dtype)
+    wide = reference.wide_type(stat, weight, bias)
+    kind = "reference" if plain else dispatch.select(x, "standardize", wide)
     if kind == "native":
-        return native.scale_shift(x, scale, shift, groups, eps)
+        return native.standardize(x, stat, weight, bias, eps, groups)
     x = group_rms(x, eps, groups) if groups else x
-    return dispatch.module(kind).scale_shift(x, scale, shift)
+    return dispatch.module(kind).standardize(x, stat, weight, bias, eps)
 
 
 def train_step(x: Tensor, mask: Tensor | None, rule: Rule, state: State) -> Tensor:
@@ -97,18 +105,19 @@ def train_step(x: Tensor, mask: Tensor | None, rule: Rule, state: State) -> Tens
     x = x.contiguous()  # kept for the backward pass, too
     wide = torch.promote_types(x.dtype, state.running.dtype)
     kind = dispatch.select(x, "train_step", wide, counted=False)
-    groups = rule.groups if kind == "native" else 0  # C++ applies layer-scale on its way
-    x = group_rms(x, rule.eps, rule.groups) if rule.groups and not groups else x
-    kernels = reference.Kernels(dispatch.module(kind), wide, **({"groups": groups, "eps": rule.eps} if groups else {}))
-    found = None
-    if is_recomputed():
-        with torch.no_grad():
-            data = x.detach()
-            found = state.records.find(data, lambda mask: rule.pool(kernels.moments(data, mask, rule.center)[0]))
-        mask = mask if found is None else found.mask
-    kernel_rule = find_kernel_rule(rule, state) if kind != "reference" else None
+    kernel_rule = find_kernel_rule(rule, state) if kind in ("native", "triton") else None
     if kernel_rule and (not native.can_step(x, rule) or (x.is_cuda and dispatch.is_traced())):
         kernel_rule = None
+    if kind == "native" and not kernel_rule:
+        kind = "aten"
+    groups = rule.groups if kind == "native" else 0  # C++ applies layer-scale on its way
+    x = group_rms(x, rule.eps, rule.groups) if rule.groups and not groups else x
+    module, found = dispatch.module("aten" if kind == "native" else kind), None
+    if is_recomputed():
+        with torch.no_grad():
+            data = group_rms(x, rule.eps, groups) if groups else x.detach()
+            found = state.records.find(data, lambda mask: rule.pool(module.moments(data, mask, rule.center, wide)[0]))
+        mask = mask if found is None else found.mask
     known = kernel_rule is not None and found is None and rule.known_in_advance(state)
     if not torch.compiler.is_compiling():
         dispatch.count(kind, "train_step on one reading" if known else "train_step")
@@ -116,7 +125,7 @@ def train_step(x: Tensor, mask: Tensor | None, rule: Rule, state: State) -> Tens
         plan = dispatch.load_triton().plan if kind == "triton" else None
         y, statistics = native.step(x, mask, rule, state, kernel_rule, known, plan, groups, found)
     else:
-        y, statistics = reference.train_step(x, mask, rule, state, kernels, found)
+        y, statistics = reference.train_step(x, mask, rule, state, module, wide, found)
     state.records.add(statistics, y)
     return y
 

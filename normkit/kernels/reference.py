@@ -3,13 +3,12 @@
 Per-token operations compute in float32 or wider and return the type of `x`. Per-channel statistics have `k` rows:
 `[2, C]` (mean, variance) with the mean removed, else `[1, C]` (quadratic mean). `train_step` is a training step of a
 norm with batch statistics. It takes four operations on rows from here, or from the module of other kernels: `moments`,
-`scale_shift`, `gradient_sums` and `gradient`.
+`standardize`, `gradient_sums` and `gradient`.
 """
 
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -114,6 +113,43 @@ def differentiable_grad(op: Callable[..., Tensor], dy: Tensor, *inputs: Tensor |
     return tuple(next(grads) if t is not None and t.requires_grad else None for t in inputs)
 
 
+def row_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float, groups: int
+) -> Tensor:  # fmt: skip
+    """A norm per token by its kind: "layer", of `groups`; "rms"; "rms_plus_eps"; "scale"."""
+    if kind == "layer":
+        return layer(x, weight, bias, eps) if groups == 1 else group(x, weight, bias, eps, groups)
+    if kind == "scale":
+        return scale(x, weight, bias, eps)
+    return rms(x, weight, bias, eps, inside=kind == "rms")
+
+
+class RowNorm(torch.autograd.Function):
+    """`row_norm` by the kernels of a module and their gradient; differentiated twice, by plain operations.
+
+    The module has `row_norm(x, weight, bias, kind, eps, groups)`, which returns y and what the backward pass needs, and
+    `row_norm_grad(dy, x, weight, bias, saved, kind, eps, groups, wanted)`, which returns the gradients, those of weight
+    and bias where `wanted` is True.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, kind, eps, groups, module):  # noqa: D102
+        y, saved = module.row_norm(x, weight, bias, kind, eps, groups)
+        ctx.save_for_backward(x, weight, bias, saved)  # not a copy, which has no graph to differentiate twice
+        ctx.how, ctx.module = (kind, eps, groups), module
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
+        x, weight, bias, saved = ctx.saved_tensors
+        if torch.is_grad_enabled() or not torch._C._has_storage(dy):  # differentiated twice, or under vmap
+            with torch.enable_grad():
+                grads = differentiable_grad(lambda *given: row_norm(*given, *ctx.how), dy, x, weight, bias)
+        else:
+            grads = ctx.module.row_norm_grad(dy, x, weight, bias, saved, *ctx.how, ctx.needs_input_grad[1:3])
+        return *grads, None, None, None, None
+
+
 # -- per channel ------------------------------------------------------------------------------------------------------
 
 
@@ -150,6 +186,27 @@ def moments(
         var = torch.where(keep, rows - mean, 0).square().sum(0) / count
         return torch.stack([mean, var]), real
     return rows.square().sum(0, keepdim=True) / count, real
+
+
+def standardize(x: Tensor, stat: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """`weight * (x - mean) / sqrt(var + eps) + bias` with statistics `[k, C]`; in the type of `x`.
+
+    >>> standardize(torch.tensor([[3.0]]), torch.tensor([[1.0], [4.0]]), None, torch.ones(1), 0.0).tolist()
+    [[2.0]]
+    """
+    return scale_shift(x, *scale_and_shift(stat, weight, bias, eps))
+
+
+def scale_and_shift(
+    stat: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The vectors `[C]` with which `standardize` is `x * scale + shift`."""
+    scale = torch.rsqrt(stat[-1] + eps)
+    scale = scale if weight is None else scale * weight
+    if len(stat) == 2:
+        shift = -stat[0] * scale
+        return scale, shift if bias is None else shift + bias
+    return scale, torch.zeros_like(scale) if bias is None else bias.expand_as(scale)
 
 
 def scale_shift(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
@@ -210,20 +267,10 @@ def product(dtype: torch.dtype, *factors: Tensor | None) -> Tensor | None:
 # -- a training step of a norm with batch statistics ------------------------------------------------------------------
 
 
-class Kernels:
-    """Operations of a step: a module, which has them, and its further arguments, as for layer-scale on the way."""
-
-    def __init__(self, module: ModuleType, dtype: torch.dtype, **more: Any) -> None:
-        self.module, self.dtype, self.more = module, dtype, more
-
-    def moments(self, x: Tensor, mask: Tensor | None, center: bool) -> tuple[Tensor, Tensor]:
-        """Statistics `[k, C]` of the real rows of `x`, and the number of these rows."""
-        return self.module.moments(x, mask, center, self.dtype, **self.more)
-
-
 def train_step(
-    x: Tensor, mask: Tensor | None, rule: Rule, state: State, kernels: Kernels, found: StepStatistics | None = None
-) -> tuple[Tensor, StepStatistics]:
+    x: Tensor, mask: Tensor | None, rule: Rule, state: State, kernels: ModuleType, wide: torch.dtype,
+    found: StepStatistics | None = None,
+) -> tuple[Tensor, StepStatistics]:  # fmt: skip
     """Normalize a batch by a rule, and move the state.
 
     Args:
@@ -232,13 +279,14 @@ def train_step(
         rule: The method.
         state: Its buffers.
         kernels: Implementation of the four operations.
+        wide: Type of statistics.
         found: Decisions of an earlier forward on this batch, which moved the state already.
 
     Returns:
         y with its gradient, and the decisions.
     """
     with torch.no_grad():
-        statistics = decide(x.detach(), mask, rule, state, kernels) if found is None else found
+        statistics = decide(x.detach(), mask, rule, state, kernels, wide) if found is None else found
         if torch.compiler.is_compiling():
             statistics = snapshot(statistics)
     affine = (  # kernels would read past the end of a parameter with fewer numbers
@@ -247,9 +295,11 @@ def train_step(
     return Standardize.apply(x, *affine, statistics, rule, state, kernels), statistics  # type: ignore[return-value]
 
 
-def decide(x: Tensor, mask: Tensor | None, rule: Rule, state: State, kernels: Kernels) -> StepStatistics:
+def decide(
+    x: Tensor, mask: Tensor | None, rule: Rule, state: State, kernels: ModuleType, wide: torch.dtype
+) -> StepStatistics:  # fmt: skip
     """Measure the batch, apply the rule and move the state."""
-    local, count = kernels.moments(x, mask, rule.center)
+    local, count = kernels.moments(x, mask, rule.center, wide)
     batch = local = rule.pool(local)
     if state.processes:
         batch, count = sync.join_processes(local, count, state.processes)
@@ -303,12 +353,11 @@ class Standardize(torch.autograd.Function):
         ctx.rule, ctx.state, ctx.kernels, ctx.has_bias = rule, state, kernels, bias is not None
         ctx.save_for_backward(x, weight, *statistics.tensors())
         value = statistics.value
-        inv = torch.rsqrt(value[-1] + rule.eps)
-        scale = inv if statistics.output_scale is None else inv * statistics.output_scale
-        shift = torch.zeros_like(inv) if statistics.output_shift is None else statistics.output_shift
-        shift = shift - value[0] * scale if rule.center else shift
-        shift = affine(shift, weight, bias).to(inv.dtype)
-        return kernels.module.scale_shift(x, affine(scale, weight, None).to(inv.dtype), shift, **kernels.more)
+        scale, shift = statistics.output_scale, statistics.output_shift
+        if shift is not None:
+            bias = affine(shift, weight, bias)
+        weight = weight if scale is None else affine(scale, weight, None)
+        return kernels.standardize(x, value, weight, bias, rule.eps)
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
@@ -323,7 +372,7 @@ class Standardize(torch.autograd.Function):
         value, mask, wide = statistics.value, statistics.mask, statistics.value.dtype
         inv, mean = torch.rsqrt(value[-1] + rule.eps), value[0] if rule.center else None
         real = mask is not None and rule.pad_grad == "real"
-        sums = kernels.module.gradient_sums(dy, x, mean, mask, real, wide, **kernels.more)
+        sums = kernels.gradient_sums(dy, x, mean, mask, real, wide)
         plain, along = sums[::2], sums[1::2] * inv  # of all rows, then of real ones, which move the state
         factor = product(wide, weight, statistics.output_scale, statistics.grad_scale)
         batch = torch.stack([plain[-1], along[-1]]) if rule.center else along[-1:]
@@ -333,7 +382,7 @@ class Standardize(torch.autograd.Function):
             factor, removed = product(wide, factor, dx_scale), removed * dx_scale
         of_dy, removed = inv if factor is None else inv * factor, removed * -inv
         coefficients = torch.stack([of_dy, removed[-1] * inv, removed[0]])
-        dx = kernels.module.gradient(dy, x, mean, coefficients, mask, **kernels.more)
+        dx = kernels.gradient(dy, x, mean, coefficients, mask)
         dbias, dweight = plain[0], along[0]
         for constant in (statistics.output_scale, statistics.grad_scale):
             dweight = dweight if constant is None else dweight * constant

@@ -55,7 +55,6 @@ class KernelRule(NamedTuple):
         warmup: Steps of warm-up; or the buffer that will have its last step, 0 while it lasts, for kernels to read.
         floor: Least value that a window records; with "running", least share of a new value in the warm-up.
         unbiased: Running variance with n / (n - 1).
-        exact_early: The warm-up has the exact gradient.
         clamp: Limit the decay of PowerNorm's gradient statistics.
         window: Buffer `[M, C]` of recent statistics.
         window_grad: Buffer `[M, C]` of recent gradient statistics.
@@ -71,7 +70,6 @@ class KernelRule(NamedTuple):
     warmup: int | Tensor = 0
     floor: float = 0.0
     unbiased: bool = False
-    exact_early: bool = True
     clamp: bool = False
     window: Tensor | None = None
     window_grad: Tensor | None = None

@@ -14,7 +14,7 @@ struct Options {  // of the norm, and the fields of its KernelRule (rule.py)
     Backward backward;
     bool known_in_advance;
     std::int64_t warmup;
-    bool unbiased, exact_early, clamp;
+    bool unbiased, clamp;
     int center;
     std::int64_t groups;  // of layer-scale; 0 for none
     bool real;            // gradient statistics sum over real rows, not over all

@@ -23,7 +23,6 @@ from normkit.norms.renorm import BatchRenorm
 from normkit.norms.repbn import RepBN
 from normkit.norms.rms import RMSNorm
 from normkit.norms.scale import ScaleNorm
-from normkit.norms.switchable import SwitchableNorm
 from normkit.norms.un import UN
 
 NORMS: dict[str, type[Norm]] = {
@@ -35,7 +34,6 @@ NORMS: dict[str, type[Norm]] = {
     "nonorm": NoNorm,
     "dyt": DyT,
     "derf": Derf,
-    "switchable": SwitchableNorm,
     "batch": BatchNorm,
     "repbn": RepBN,
     "renorm": BatchRenorm,
@@ -48,7 +46,7 @@ NORMS: dict[str, type[Norm]] = {
 __all__ = [
     "MABN", "NORMS", "PNV", "UN", "BatchNorm", "BatchRenorm", "Derf", "DyT", "FixNorm",
     "GroupNorm", "InstanceNorm", "LayerNorm", "NoNorm", "Norm", "PowerNorm", "RMSNorm", "RepBN", "RowNorm", "ScaleNorm",
-    "Split", "Stat", "StatNorm", "SwitchableNorm", "fix_embedding", "make", "options", "parse",
+    "Split", "Stat", "StatNorm", "fix_embedding", "make", "options", "parse",
 ]  # fmt: skip
 
 

@@ -54,7 +54,7 @@ class Norm(HasOptions, nn.LayerNorm):
     offline: ClassVar[bool] = False  # True: statistics are frozen at inference and `rest` is the identity: it folds
     exact_grad: ClassVar[bool] = True  # True: backward is the derivative of the training forward
     batch_free: ClassVar[bool] = True  # True: an output depends on its own token only, in training too
-    whole = "token"  # "token", "sample" or "batch": what `normalize` needs in one piece
+    whole = "token"  # or "sample": what `normalize` needs in one piece
     contiguous = False  # True: so is the output, whatever x is, as that of the `nn.LayerNorm` in whose place it stands
     _version = 1  # of the state dict: that of nn.Module
     channel_dim = -1  # 1 with the hooks of `channels_first`, which take and return `[batch, channels, ...]`

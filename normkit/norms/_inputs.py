@@ -86,7 +86,7 @@ def normalize_sharded(norm: Norm, x: DTensor, mask: Tensor | None) -> Tensor:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     mask, mesh = norm.check(x, mask), x.device_mesh
-    axes = {"token": range(x.dim() - 1), "sample": range(1), "batch": range(0)}[norm.whole]
+    axes = range(x.dim() - 1) if norm.whole == "token" else range(1)
     placements = [p if isinstance(p, Shard) and p.dim % x.dim() in axes else Replicate() for p in x.placements]
     shards = [axis for axis, p in enumerate(placements) if isinstance(p, Shard)]
     if mask is not None:

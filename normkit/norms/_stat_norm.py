@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from normkit.kernels import ops
+from normkit.kernels import ops, reference
 from normkit.kernels.rule import KernelRule, Stat
 from normkit.norms._base import Split
 from normkit.norms._state import StatefulNorm
@@ -91,21 +91,12 @@ class StatNorm(StatefulNorm):
         """Normalize `x[..., dim]` by the rules of the method; at inference by `running`."""
         if self.training:
             return ops.train_step(x, mask, self, self.state())
-        return ops.scale_shift(x, *self._affine(), self.groups, self.eps)
+        return ops.standardize(x, self.running, self.weight, self.bias, self.eps, self.groups)
 
     def rest(self, x: Tensor) -> Tensor:
         """Transform each token first, in training and at inference: layer-scale, or nothing."""
         return ops.group_rms(x, self.eps, self.groups) if self.groups else x
 
-    def _affine(self) -> tuple[Tensor, Tensor]:
-        running, weight, bias = self.running, self.weight, self.bias
-        scale = torch.rsqrt(running[-1] + self.eps)
-        scale = scale if weight is None else scale * weight
-        if self.center:
-            shift = -running[0] * scale
-            return scale, shift if bias is None else shift + bias
-        return scale, torch.zeros_like(scale) if bias is None else bias.expand_as(scale)
-
     def split(self) -> Split:
         """Return `Split(identity, scale, shift)`, from the running statistics."""
-        return Split(nn.Identity(), *self._affine())
+        return Split(nn.Identity(), *reference.scale_and_shift(self.running, self.weight, self.bias, self.eps))

@@ -31,10 +31,9 @@ class PowerNorm(WarmupNorm):
         warmup: Updates by the batch's own statistics; "auto" ends the warm-up by drift (`WarmupNorm`); the average
             of psi then reaches no further back in it than after it. In the paper it is as long as the learning
             rate's, 4000.
-        accumulate: psi in the warm-up: a plain "average"; "released", the code's average and EMA in one step.
-        warmup_grad: Gradient in the warm-up: "exact" fits the forward in use; "nu" as the released code.
-        denominator: Divisor of dx: "forward" as in the paper; "batch", the batch's own statistic, as the released
-            code. There a channel that is quiet in one batch gets a gradient up to 1/sqrt(eps) times too large.
+        form: "paper"; or "released", as the authors' code computes, for comparison: an average and an EMA of psi in one
+            step of the warm-up, nu in the gradient from the first step, and dx divided by the batch's own statistic.
+            There a channel that is quiet in one batch gets a gradient up to 1/sqrt(eps) times too large.
         clamp: Keep nu's factor at 0 or above, as nu diverges once Gamma > 2 / (1 - alpha_bkw); off, as in the paper.
 
     >>> import torch
@@ -46,9 +45,7 @@ class PowerNorm(WarmupNorm):
     alpha_fwd: OldShare = 0.9
     alpha_bkw: OldShare = 0.9
     warmup: Warmup = "auto"
-    accumulate: Literal["average", "released"] = "average"
-    warmup_grad: Literal["exact", "nu"] = "exact"
-    denominator: Literal["forward", "batch"] = "forward"
+    form: Literal["paper", "released"] = "paper"
     clamp: bool = False
 
     def build(self) -> None:  # noqa: D102
@@ -76,13 +73,13 @@ class PowerNorm(WarmupNorm):
         value = torch.where(warm, batch, before)
         samples = step.to(batch.dtype).clamp(max=1 / self._least_share) if self._least_share else step
         average = before + (batch - before) / samples
-        if self.accumulate == "released":  # the code's average ends one step before its warm-up does
+        if self.form == "released":  # the code's average ends one step before its warm-up does
             base = torch.where(step < end, average, before)
             running = base.lerp(batch, 1 - self.alpha_fwd)
         else:
             running = torch.where(warm, average, before.lerp(batch, 1 - self.alpha_fwd))
         gamma = batch / (value + self.eps)
-        dx_scale = torch.sqrt((value[0] + self.eps) / (batch[0] + self.eps)) if self.denominator == "batch" else None
+        dx_scale = torch.sqrt((value[0] + self.eps) / (batch[0] + self.eps)) if self.form == "released" else None
         new = {"running": running, **self.drift_state(batch, step, state)}
         return Stat(value, new, dx_scale=dx_scale, saved=(state.nu, gamma))
 
@@ -90,7 +87,7 @@ class PowerNorm(WarmupNorm):
         self, batch: Tensor, step: Tensor, saved: tuple[Tensor, ...], state: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         nu, gamma = saved
-        end = self.end_of_warmup(state) if self.warmup_grad == "exact" else 0
+        end = self.end_of_warmup(state) if self.form == "paper" else 0
         lost = (1 - self.alpha_bkw) * gamma
         lost = lost.clamp(max=1) if self.clamp else lost
         new = read_with(batch, state.nu) - nu * lost + (1 - self.alpha_bkw) * batch
@@ -101,11 +98,11 @@ class PowerNorm(WarmupNorm):
         return end < NEVER and self._steps.at_least(end, state.step)
 
     def kernel_rule(self, state: Any) -> KernelRule | None:  # noqa: D102
-        if self.accumulate != "average" or self.denominator == "batch":
+        if self.form == "released":
             return None
         return KernelRule(
             "running", "running", 1 - self.alpha_fwd, 1 - self.alpha_bkw, floor=self._least_share, clamp=self.clamp,
-            exact_early=self.warmup_grad == "exact", smooth_grad=state.nu, **self.kernel_warmup(state),
+            smooth_grad=state.nu, **self.kernel_warmup(state),
         )  # fmt: skip
 
 

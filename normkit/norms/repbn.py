@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from normkit.kernels import reference
+from normkit.norms._base import Split
 from normkit.norms.batch import BatchNorm
 
 
@@ -27,10 +29,11 @@ class RepBN(BatchNorm):
 
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
         if not self.training:
-            return super().normalize(x, mask)
+            scale, shift = reference.scale_and_shift(self.running, self.weight, self.bias, self.eps)
+            return reference.scale_shift(x, scale + self.a, shift)
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         return (super().normalize(wide, mask) + self.a * wide).to(x.dtype)
 
-    def _affine(self) -> tuple[Tensor, Tensor]:
-        scale, shift = super()._affine()
-        return scale + self.a, shift
+    def split(self) -> Split:  # noqa: D102
+        rest, scale, shift = super().split()
+        return Split(rest, scale + self.a, shift)

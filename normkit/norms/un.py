@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from normkit.kernels.rule import NEVER, KernelRule, Stat, push
-from normkit.norms._options import OldShare, Steps, Warmup, Window
+from normkit.norms._options import OldShare, Warmup, Window
 from normkit.norms._warmup import WarmupNorm
 
 
@@ -35,11 +35,9 @@ class UN(WarmupNorm):
         alpha_bkw: Share of the old `psi` per step; None means `alpha`, 0 no momentum (rows 4 and 5 of the ablations).
         threshold: V: "scalar", one variance over all entries, as the released code; "channel", one per channel, as
             the paper's lemma reads. The filter is then active in nearly every step.
-        warmup_grad: Gradient in the warm-up: "exact" fits the forward in use; "ema" removes psi, as the released code.
-        compensate: Multiply the gradient by the released code's undocumented
-            `r = clip(sqrt(v + eps) / sqrt(running + eps), 1/5, 5)`. Off: the paper has no r, and with it the gradient
-            of `weight` is not that of the output.
-        compensate_after: Training forwards before r applies, at least `warmup`; 1000 as in the released code.
+        form: "paper"; or "released", as the authors' code computes, for comparison: psi in the gradient from the first
+            step, and after a thousand steps (or the warm-up) the gradient times an undocumented
+            `r = clip(sqrt(v + eps) / sqrt(running + eps), 1/5, 5)`, so that of `weight` is not that of the output.
 
     >>> import torch
     >>> UN(1, window=2, eps=0.0)(torch.tensor([[3.0], [-3.0]])).tolist()
@@ -53,9 +51,7 @@ class UN(WarmupNorm):
     window_bkw: Window | None = None
     alpha_bkw: OldShare | None = None
     threshold: Literal["scalar", "channel"] = "scalar"
-    warmup_grad: Literal["exact", "ema"] = "exact"
-    compensate: bool = False
-    compensate_after: Steps = 1000
+    form: Literal["paper", "released"] = "paper"
 
     def build(self) -> None:  # noqa: D102
         super().build()
@@ -81,9 +77,9 @@ class UN(WarmupNorm):
         if outlier is not None:
             new["filtered"] = state.filtered + outlier
         grad_scale = None
-        if self.compensate:
+        if self.form == "released":
             r = torch.sqrt((value[0] + self.eps) / (state.running[0] + self.eps)).clamp(1 / 5, 5)
-            late = self.is_later(step, self.compensate_after, state)
+            late = self.is_later(step, 1000, state)
             grad_scale = torch.where(late if outlier is None else late & ~outlier, r, 1.0)
         return Stat(value, new, grad_scale=grad_scale, saved=() if outlier is None else (outlier,))
 
@@ -103,19 +99,19 @@ class UN(WarmupNorm):
         smooth = torch.where(early, batch, window.mean(0, keepdim=True))
         alpha = self.alpha if self.alpha_bkw is None else self.alpha_bkw
         psi = alpha * state.psi + (1 - alpha) * smooth
-        exact = early if self.warmup_grad == "exact" else outlier
+        exact = early if self.form == "paper" else outlier
         value = psi.to(batch.dtype) if exact is None else torch.where(exact, batch, psi.to(batch.dtype))
         return value, {"window_g": window, "psi": psi}
 
     def kernel_rule(self, state: Any) -> KernelRule | None:  # noqa: D102
-        if self.compensate or (self.outlier_filtration and self.threshold == "channel"):
+        if self.form == "released" or (self.outlier_filtration and self.threshold == "channel"):
             return None
         rate, rate_grad = 1 - self.alpha, 1 - (self.alpha if self.alpha_bkw is None else self.alpha_bkw)
         warmup = self.kernel_warmup(state)
         if self.window == 1:
             warmup["warmup"] = NEVER
         return KernelRule(
-            "geometric", "windowed", rate, rate_grad, floor=self.floor, exact_early=self.warmup_grad == "exact",
+            "geometric", "windowed", rate, rate_grad, floor=self.floor,
             window=state.window_x, window_grad=state.window_g, smooth_grad=state.psi,
             filtered=state.filtered if self.outlier_filtration else None, **warmup,
         )  # fmt: skip

@@ -137,6 +137,23 @@ void column_forward(const ColumnForward& given, int threads) {
     *given.count = float(real);
 }
 
+// Factor of `y = (u - mean) * factor + bias`, for u of this `variance`.
+inline Floats factor_of(const float* variance, const float* weight, int64_t channels, float eps) {
+    Floats factor(channels);
+    for (int64_t c = 0; c < channels; ++c) factor[c] = (weight ? weight[c] : 1) / std::sqrt(variance[c] + eps);
+    return factor;
+}
+
+// y for statistics [1 + center, channels]: mean and variance, or the mean square alone.
+template <class T>
+void write_standardized(const void* x, void* y, const float* stat, bool center, const float* weight, const float* bias,
+                        int64_t n, int64_t channels, int64_t groups, float eps, int threads) {
+    const Floats none(bias ? 0 : channels), scale = factor_of(stat + center * channels, weight, channels, eps);
+    column_forward<T>({.x = x, .y = y, .mean = center ? stat : nullptr, .scale = scale.data(),
+                       .shift = bias ? bias : none.data(), .n = n, .channels = channels, .groups = groups, .eps = eps},
+                      threads);
+}
+
 // With u = x after layer-scale, the gradient of u is `dy_coefficient dy + x_coefficient (u - mean) + constant`, in the
 // padding `dy_coefficient dy` alone; dx is that through layer-scale. The sums of dy and of dy (u - mean) run over all
 // rows and, if `real`, over real ones too.

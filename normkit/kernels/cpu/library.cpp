@@ -38,66 +38,22 @@ Tensor vector(const Tensor& x, const Optional& given, const char* name) {
     return given->detach().to(at::kFloat).expand({x.size(-1)}).contiguous();
 }
 
-Tensor rows_of(const Tensor& mask, int64_t n) {
-    TORCH_CHECK_VALUE(mask.scalar_type() == at::kBool && mask.numel() == n, "mask has shape ", mask.sizes(),
-                      "; it must be boolean, one value for each of ", n, " rows");
-    return mask.contiguous();
-}
-
 const float* read(const Tensor& vector) { return vector.defined() ? vector.const_data_ptr<float>() : nullptr; }
 
 Tensor floats(const Tensor& x, at::IntArrayRef shape) { return at::empty(shape, x.options().dtype(at::kFloat)); }
 
-std::tuple<Tensor, Tensor> moments(const Tensor& input, const Optional& mask, bool center, int64_t groups, double eps) {
-    const Tensor x = input.contiguous();
-    const int64_t channels = x.size(-1), n = x.numel() / channels;
-    const Tensor stat = floats(x, {1 + center, channels}), count = floats(x, {});
-    const Tensor real = mask ? rows_of(*mask, n) : Tensor();
-    const ColumnForward pass{.x = x.const_data_ptr(), .mask = mask ? real.const_data_ptr<bool>() : nullptr,
-                             .stat = stat.mutable_data_ptr<float>(), .count = count.mutable_data_ptr<float>(), .n = n,
-                             .channels = channels, .groups = groups, .eps = float(eps), .center = center};
-    by_type(x, [&](auto of) { column_forward<decltype(of)>(pass, at::get_num_threads()); });
-    return {stat, count};
-}
-
-Tensor scale_shift(const Tensor& input, const Tensor& scale, const Tensor& shift, int64_t groups, double eps) {
+// With statistics [k, channels]: mean and variance, or the mean square alone.
+Tensor standardize(const Tensor& input, const Tensor& stat, const Optional& weight, const Optional& bias,
+                   int64_t groups, double eps) {
     const Tensor x = input.contiguous(), y = at::empty_like(x);
-    const Tensor factor = vector(x, scale, "scale"), constant = vector(x, shift, "shift");
-    const ColumnForward pass{.x = x.const_data_ptr(), .y = y.mutable_data_ptr(), .scale = read(factor),
-                             .shift = read(constant), .n = x.numel() / x.size(-1), .channels = x.size(-1),
-                             .groups = groups, .eps = float(eps)};
-    by_type(x, [&](auto of) { column_forward<decltype(of)>(pass, at::get_num_threads()); });
+    const Tensor values = stat.detach().to(at::kFloat).contiguous();
+    const Tensor w = vector(x, weight, "weight"), b = vector(x, bias, "bias");
+    const bool center = stat.size(0) == 2;
+    by_type(x, [&](auto of) {
+        write_standardized<decltype(of)>(x.const_data_ptr(), y.mutable_data_ptr(), read(values), center, read(w), read(b),
+                                         x.numel() / x.size(-1), x.size(-1), groups, float(eps), at::get_num_threads());
+    });
     return y;
-}
-
-// Sums of dy and of dy (u - mean) over rows, as `column_backward` has them: [2, C]; [4, C] with `real`.
-Tensor gradient_sums(const Tensor& given_dy, const Tensor& input, const Optional& mean, const Optional& mask, bool real,
-                     int64_t groups, double eps) {
-    const Tensor x = input.contiguous(), dy = given_dy.contiguous(), middle = vector(x, mean, "mean");
-    const int64_t channels = x.size(-1), n = x.numel() / channels;
-    const Tensor sums = floats(x, {real ? 4 : 2, channels}), rows = mask ? rows_of(*mask, n) : Tensor();
-    const ColumnBackward pass{.dy = dy.const_data_ptr(), .x = x.const_data_ptr(),
-                              .mask = mask ? rows.const_data_ptr<bool>() : nullptr, .mean = read(middle),
-                              .sums = sums.mutable_data_ptr<float>(), .n = n, .channels = channels, .groups = groups,
-                              .eps = float(eps), .real = real};
-    by_type(x, [&](auto of) { column_backward<decltype(of)>(pass, at::get_num_threads()); });
-    return sums;
-}
-
-// dx for coefficients `[3, C]` of dy, of u - mean, and the constant: see `column_backward`.
-Tensor gradient(const Tensor& given_dy, const Tensor& input, const Optional& mean, const Tensor& coefficients,
-                const Optional& mask, int64_t groups, double eps) {
-    const Tensor x = input.contiguous(), dy = given_dy.contiguous(), middle = vector(x, mean, "mean");
-    const int64_t channels = x.size(-1), n = x.numel() / channels;
-    const Tensor dx = at::empty_like(x), rows = mask ? rows_of(*mask, n) : Tensor();
-    const float* vectors = coefficients.const_data_ptr<float>();
-    const ColumnBackward pass{.dy = dy.const_data_ptr(), .x = x.const_data_ptr(),
-                              .mask = mask ? rows.const_data_ptr<bool>() : nullptr, .dx = dx.mutable_data_ptr(),
-                              .mean = read(middle), .dy_coefficient = vectors, .x_coefficient = vectors + channels,
-                              .constant = vectors + 2 * channels, .n = n, .channels = channels, .groups = groups,
-                              .eps = float(eps)};
-    by_type(x, [&](auto of) { column_backward<decltype(of)>(pass, at::get_num_threads()); });
-    return dx;
 }
 
 Tensor row_norm(const Tensor& input, const Optional& weight, const Optional& bias, double eps, bool length,
@@ -135,11 +91,11 @@ enum Decision { BATCH, VALUE, COUNT, NEXT_STEP, SAVED_GRAD, SAVED_GAMMA, OUTLIER
 
 // Lists of numbers, in the order of native.py.
 Options options_of(at::IntArrayRef numbers, at::ArrayRef<double> factors) {
-    TORCH_CHECK(numbers.size() == 10 && factors.size() == 4, "native.py and library.cpp differ in their lists");
+    TORCH_CHECK(numbers.size() == 9 && factors.size() == 4, "native.py and library.cpp differ in their lists");
     return {
         .forward = Forward(numbers[0]), .backward = Backward(numbers[1]), .known_in_advance = bool(numbers[2]),
-        .warmup = numbers[3], .unbiased = bool(numbers[4]), .exact_early = bool(numbers[5]),
-        .clamp = bool(numbers[6]), .center = int(numbers[7]), .groups = numbers[8], .real = bool(numbers[9]),
+        .warmup = numbers[3], .unbiased = bool(numbers[4]), .clamp = bool(numbers[5]), .center = int(numbers[6]),
+        .groups = numbers[7], .real = bool(numbers[8]),
         .eps = float(factors[0]), .rate = float(factors[1]), .rate_grad = float(factors[2]), .floor = float(factors[3]),
     };
 }
@@ -331,13 +287,7 @@ std::tuple<Tensor, c10::List<Optional>> step(const Tensor& x, const Optional& we
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(normkit, library) {
-    library.def("moments(Tensor x, Tensor? mask, bool center, int groups, float eps) -> (Tensor, Tensor)");
-    library.def("scale_shift(Tensor x, Tensor scale, Tensor shift, int groups, float eps) -> Tensor");
-    library.def(
-        "gradient_sums(Tensor dy, Tensor x, Tensor? mean, Tensor? mask, bool real, int groups, float eps) -> Tensor");
-    library.def(
-        "gradient(Tensor dy, Tensor x, Tensor? mean, Tensor coefficients, Tensor? mask, int groups, float eps)"
-        " -> Tensor");
+    library.def("standardize(Tensor x, Tensor stat, Tensor? weight, Tensor? bias, int groups, float eps) -> Tensor");
     library.def("row_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, bool length, bool center) -> Tensor");
     library.def(
         "row_norm_grad(Tensor dy, Tensor x, Tensor? weight, float eps, bool length, bool center, bool sums)"
@@ -349,10 +299,7 @@ TORCH_LIBRARY_FRAGMENT(normkit, library) {
 }
 
 TORCH_LIBRARY_IMPL(normkit, CompositeExplicitAutograd, library) {  // not CPU: errors name what is on another device
-    library.impl("moments", TORCH_FN(moments));
-    library.impl("scale_shift", TORCH_FN(scale_shift));
-    library.impl("gradient_sums", TORCH_FN(gradient_sums));
-    library.impl("gradient", TORCH_FN(gradient));
+    library.impl("standardize", TORCH_FN(standardize));
     library.impl("row_norm", TORCH_FN(row_norm));
     library.impl("row_norm_grad", TORCH_FN(row_norm_grad));
 }

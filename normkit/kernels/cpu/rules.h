@@ -68,13 +68,6 @@ inline void measure_drift(const State& state, const float* batch, int64_t channe
     if (*state.lag < LARGEST_LAG) *state.warmup_end = step + NOTICE;
 }
 
-// Factor of `y = (u - mean) * factor + bias`, for u of this `variance`.
-inline Floats factor_of(const float* variance, const float* weight, int64_t channels, float eps) {
-    Floats factor(channels);
-    for (int64_t c = 0; c < channels; ++c) factor[c] = (weight ? weight[c] : 1) / std::sqrt(variance[c] + eps);
-    return factor;
-}
-
 // Compute the statistics of the batch, apply the rule and update the state. If the statistics are known in advance, y
 // is written on the reading that sums.
 template <class T>
@@ -145,13 +138,8 @@ void train(const TrainingStep& given, int threads) {
         decide<T>(given, threads);
         if (options.known_in_advance) return;
     }
-    const float* value = given.decisions.value;
-    const Floats none(given.bias ? 0 : channels);
-    const Floats scale = factor_of(value + options.center * channels, given.weight, channels, options.eps);
-    const ColumnForward pass{.x = given.x, .y = given.y, .mean = options.center ? value : nullptr,
-                             .scale = scale.data(), .shift = given.bias ? given.bias : none.data(), .n = given.n,
-                             .channels = channels, .groups = options.groups, .eps = options.eps};
-    column_forward<T>(pass, threads);
+    write_standardized<T>(given.x, given.y, given.decisions.value, options.center, given.weight, given.bias, given.n,
+                          channels, options.groups, options.eps, threads);
 }
 
 // Compute dx and the gradients of weight and bias, apply the rule and update the state. If the gradient statistics to
@@ -213,7 +201,7 @@ void differentiate(const TrainingStep& given, int threads) {
             fresh = used = moved(smooth[c], early ? now[c] : mean, rate);
         }
         if (rule != Backward::EXACT && ok) smooth[c] = fresh;
-        if (rule != Backward::EXACT && ((options.exact_early && early) || outlier)) used = now[c];
+        if (rule != Backward::EXACT && early) used = now[c];
         x_coefficient[c] = -inv[c] * inv[c] * used;
         if (center) constant[c] = -inv[c] * batch[c];
     }

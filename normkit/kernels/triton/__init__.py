@@ -1,7 +1,7 @@
 """Triton kernels for CUDA devices, with the signatures of `reference.py`; imported on first use."""
 
-from normkit.kernels.triton.columns import gradient, gradient_sums, moments, scale_shift
+from normkit.kernels.triton.columns import gradient, gradient_sums, moments, standardize
 from normkit.kernels.triton.plans import plan
-from normkit.kernels.triton.rows import group, layer, rms, scale
+from normkit.kernels.triton.rows import row_norm, row_norm_grad
 
-__all__ = ["gradient", "gradient_sums", "group", "layer", "moments", "plan", "rms", "scale", "scale_shift"]
+__all__ = ["gradient", "gradient_sums", "moments", "plan", "row_norm", "row_norm_grad", "standardize"]

@@ -234,19 +234,19 @@ def moments(
     return stat, count
 
 
-def scale_shift(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """As `reference.scale_shift`, in one launch."""
-    rows = as_rows(x)
+def standardize(x: Tensor, stat: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """As `reference.standardize`, in one launch."""
+    rows, center = as_rows(x), len(stat) == 2
     n, channels = rows.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if n == 0 or channels == 0:
         return y
     launch = column_launch(n, channels)
-    scale, shift = (vector.expand(channels).contiguous() for vector in (scale, shift))
-    with device_of(rows, scale):
+    stat, *affine = (t if t is None else t.expand(*t.shape[:-1], channels).contiguous() for t in (stat, weight, bias))
+    with device_of(rows, stat):
         jit(column_forward)[(launch.programs, cdiv(channels, launch.block))](
-            rows, None, y, None, None, scale, shift, *(None,) * 6, n, channels, rows.stride(0), 0.0, CENTER=False,
-            **launch.meta,
+            rows, None, y, stat[0] if center else None, stat[-1], *affine, *(None,) * 6, n, channels, rows.stride(0),
+            eps, CENTER=center, **launch.meta,
         )  # fmt: skip
     return y
 

@@ -32,7 +32,6 @@ class Form(NamedTuple):
     forward: str
     backward: str
     unbiased: bool
-    exact_early: bool
     clamp: bool
     center: bool
     known: bool  # the statistics, in advance
@@ -63,7 +62,7 @@ def form(norm: Rule, rule: KernelRule, x: Tensor, mask: Tensor | None, known: bo
         "AVERAGES": rule.drift[0] if rule.drift else None,
     }  # fmt: skip
     return Form(
-        rule.forward, rule.backward, rule.unbiased, rule.exact_early, rule.clamp, norm.center, known, real,
+        rule.forward, rule.backward, rule.unbiased, rule.clamp, norm.center, known, real,
         frozenset(name for name, tensor in tensors.items() if tensor is not None),
         (x.dtype, torch.float32 if weight is None else weight.dtype), x.shape[-1], tile, sum_tile, x.device.index,
     )  # fmt: skip
@@ -137,7 +136,7 @@ def kernels(form: Form) -> tuple[int, ...]:
             rules.grad_rule,
             {"SUMS", "COUNT", "STEP", "SKIPPED"} | finite | saved | end | outlier | (set() if known else {"REMOVED"})
             | given & {"W", "WINDOW_GRAD", "SMOOTH_GRAD"} | {f"D{name}" for name in affine},
-            **across, REAL=form.real, RULE=form.backward, EXACT=form.exact_early, CLAMP=form.clamp,
+            **across, REAL=form.real, RULE=form.backward, CLAMP=form.clamp,
         ),
         *(absent if known else made(
             columns.column_backward, {"DX", "REMOVED"} | factors, **down, REAL=form.real,

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from normkit.kernels import reference
 from normkit.kernels.triton.launch import (
     add_up,
     as_rows,
@@ -135,55 +134,10 @@ def row_backward(
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
-def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """As `reference.layer`."""
-    return group(x, weight, bias, eps, 1)
-
-
-def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, inside: bool = True) -> Tensor:
-    """As `reference.rms`."""
-    op = functools.partial(reference.rms, eps=eps, inside=inside)
-    return RowNorm.apply(x, weight, bias, "rms" if inside else "rms_plus_eps", eps, 1, op)  # type: ignore[return-value]
-
-
-def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """As `reference.scale`."""
-    op = functools.partial(reference.scale, eps=eps)
-    return RowNorm.apply(x, weight, bias, "scale", eps, 1, op)  # type: ignore[return-value]
-
-
-def group(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int) -> Tensor:
-    """As `reference.group`."""
-    op = functools.partial(reference.group, eps=eps, groups=groups)
-    return RowNorm.apply(x, weight, bias, "layer", eps, groups, op)  # type: ignore[return-value]
-
-
-class RowNorm(torch.autograd.Function):
-    """A row norm. Differentiated twice, it uses the plain `op(x, weight, bias)`."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, kind, eps, groups, op):  # noqa: D102
-        y, saved = forward(x, weight, bias, kind, eps, groups)
-        ctx.save_for_backward(x, weight, bias, saved)
-        ctx.kind, ctx.eps, ctx.groups, ctx.op = kind, eps, groups, op
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):  # type: ignore[override]  # noqa: D102
-        x, weight, bias, saved = ctx.saved_tensors
-        if torch.is_grad_enabled():  # it is differentiated twice
-            grads = reference.differentiable_grad(ctx.op, dy, x, weight, bias)
-        else:
-            _, want_weight, want_bias, *_ = ctx.needs_input_grad
-            given = dy, x, weight, saved, ctx.kind, ctx.eps, ctx.groups
-            grads = backward(*given, want_weight, want_bias, None if bias is None else bias.dtype)
-        return *grads, None, None, None, None
-
-
-def forward(
+def row_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float, groups: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Compute y, and mean and factor of each row, `[2, rows, groups]`, in one launch."""
+    """As `reference.row_norm`; compute y, and mean and factor of each row, `[2, rows, groups]`, in one launch."""
     rows, channels, width = _sizes(x, groups)
     flat = as_rows(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -201,16 +155,16 @@ def forward(
     return y, saved
 
 
-def backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, saved: Tensor, kind: str, eps: float, groups: int,
-    want_weight: bool, want_bias: bool, bias_dtype: torch.dtype | None = None,
+def row_norm_grad(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, saved: Tensor, kind: str, eps: float,
+    groups: int, wanted: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of x, weight and bias: one launch, and one for the parameters."""
     rows, channels, width = _sizes(x, groups)
     scalar = is_scalar(weight, channels)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dw = sum_buffer(weight.shape, x, weight.dtype) if weight is not None and want_weight else None
-    db = sum_buffer((channels,), x, bias_dtype or x.dtype) if want_bias else None
+    dw = sum_buffer(weight.shape, x, weight.dtype) if weight is not None and wanted[0] else None
+    db = sum_buffer((channels,), x, bias.dtype) if bias is not None and wanted[1] else None
     if rows == 0 or channels == 0:
         return dx, dw, db
     flat, dy = as_rows(x), as_rows(dy)

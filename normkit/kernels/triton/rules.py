@@ -228,7 +228,7 @@ def grad_rule(
     SUMS, FINITE, COUNT, STEP, W, SAVED_GRAD, SAVED_GAMMA, OUTLIER, SKIPPED, WINDOW_GRAD, SMOOTH_GRAD, END,
     REMOVED, DW, DB,
     programs, shares, channels, size, rate, warmup,
-    RULE: tl.constexpr, EXACT: tl.constexpr, CLAMP: tl.constexpr, CENTER: tl.constexpr, REAL: tl.constexpr,
+    RULE: tl.constexpr, CLAMP: tl.constexpr, CENTER: tl.constexpr, REAL: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute DW, DB and the statistics to remove (REMOVED); update the state."""
@@ -254,8 +254,8 @@ def grad_rule(
         step = tl.load(STEP)
         warmup = end_of_warmup(END, warmup)
         before = tl.load(SMOOTH_GRAD + channel, mask=real, other=0.0)
-        own = (step <= warmup) & EXACT  # the gradient statistics of this batch are removed
         if RULE == "running":
+            early = step <= warmup
             value = tl.load(SAVED_GRAD + channel, mask=real, other=0.0)
             decay = rate * tl.load(SAVED_GAMMA + channel, mask=real, other=0.0)
             if CLAMP:
@@ -263,11 +263,10 @@ def grad_rule(
             smooth = before - value * decay + rate * batch
         else:
             early = (step <= size) | (step < warmup)
-            own = early & EXACT
             entry = batch
             if OUTLIER is not None:
                 outlier = tl.load(OUTLIER) > 0
-                early, own = early | outlier, own | outlier
+                early = early | outlier
                 entry = tl.where(outlier, before, entry)
             value = window_mean(WINDOW_GRAD, entry, 0, size, channel, real, channels, False)
             for row in range(1, size):  # the oldest row is the first, and gives way
@@ -278,7 +277,7 @@ def grad_rule(
             value = smooth
         tl.debug_barrier()  # threads may share a channel: all must have read before one writes
         tl.store(SMOOTH_GRAD + channel, smooth, mask=real & ok)
-        value = tl.where(own, batch, value)
+        value = tl.where(early, batch, value)  # those of this batch are removed
         if (tl.program_id(0) == 0) & (good == 0):
             tl.store(SKIPPED, tl.load(SKIPPED) + 1)
     if REMOVED is not None:
