@@ -4,10 +4,12 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from normkit.norms import PowerNorm
 from normkit.watch.recording import Recording, Row, Series, as_recording
+from normkit.watch.row_files import read
 from normkit.watch.sites import (
     UNTRACKED,
     format_sites,
@@ -95,7 +97,6 @@ class Check(NamedTuple):
     steps: float = 0  # length of the run from which on it judges
     how: str = RECORD  # advice on how to record the quantities; "": where they are missing, the check has no meaning
     instead: str = ""  # a quantity that answers the question in their place
-    whole: str = ""  # a quantity of the whole model that it takes, too
 
     def series(self, recording: Recording) -> dict[str, Series]:
         """The series of the first quantity needed, at the norms that are judged."""
@@ -157,41 +158,37 @@ def stalled(recording: Recording) -> dict[str, float]:
 
 
 def loss(check: Check, recording: Recording) -> list[Finding]:
-    """Find a loss that does not fall."""
+    """Find a loss that does not fall, and inputs that grow over the layers or the steps meanwhile."""
     numbers = stalled(recording)
     if not numbers:
         return []
     like = "{constant:.4g} is what a constant prediction has" if "constant" in numbers else "it began at {first:.4g}"
     advice = "try a tenth and ten times the learning rate; see that inputs and targets belong together"
     message = "the loss does not fall: {loss:.4g} at the end, " + like
-    return [Finding(check.kind, ("",), message.format(**numbers), numbers, advice)]
+    found = [Finding(check.kind, ("",), message.format(**numbers), numbers, advice)]
+    levels = {site: each.middle() for site, each in recording.of("rms").items() if each.late()}
+    first = next(iter(levels.values()), 0.0)
+    starts = {site: start for site in levels if (start := recording.of("rms")[site].values[0]) > 0}
+    growth = {site: levels[site] / max(1, min(first, start)) for site, start in starts.items()}
+    hit = {site: factor for site, factor in growth.items() if factor > LIMITS["growth"]}
+    message = "the input is {0:.3g}x as large as at the first norm or at the start, and the loss does not fall"
+    return found + check.findings(
+        hit, message, "lower the learning rate, or normalize before each sublayer", kind="exploding"
+    )
 
 
 def collapse(check: Check, recording: Recording) -> list[Finding]:
-    """Find tokens that are alike from some norm to the last one; a loss far below a constant's clears them."""
+    """Find tokens that are alike from some norm to the last one; a loss that falls clears them."""
+    if recording.of("loss") and not stalled(recording):
+        return []
     numbers = [(site, each.middle()) for site, each in check.series(recording).items()]
     hit: dict[str, float] = {}
     for site, value in reversed(numbers):
         if not value > LIMITS["similarity"]:
             break
         hit = {site: value, **hit}
-    if recording.middle("loss", "") < LIMITS["constant"] * recording.middle("constant_loss", ""):
-        return []
     message = "tokens have collapsed: the cosine between those of one sequence is {0:.3f}"
     return check.findings(hit, message, "lower the learning rate, warm it up longer, or normalize before each sublayer")
-
-
-def exploding(check: Check, recording: Recording) -> list[Finding]:
-    """Find inputs that grow over the layers or the steps while the loss does not fall."""
-    series = {site: each for site, each in recording.of("rms").items() if each.late()}
-    if not series or not stalled(recording):
-        return []
-    levels = {site: each.middle() for site, each in series.items()}
-    first = next(iter(levels.values()))
-    lows = {site: max(1, min(first, start)) for site, each in series.items() if (start := each.values[0]) > 0}
-    hit = {site: levels[site] / low for site, low in lows.items() if levels[site] > LIMITS["growth"] * low}
-    message = "the input is {0:.3g}x as large as at the first norm or at the start, and the loss does not fall"
-    return check.findings(hit, message, "lower the learning rate, or normalize before each sublayer")
 
 
 def bad_batches(check: Check, recording: Recording) -> list[Finding]:
@@ -263,31 +260,14 @@ def padding(check: Check, recording: Recording) -> list[Finding]:
 
 def evaluation(check: Check, recording: Recording) -> list[Finding]:
     """Find running statistics that do not represent the batches."""
-    quadratic_only = check.needs == "gap_quadratic"
-    calibrate = "calibrate the model; if that does not help, the batches differ from each other: mix them"
-    groups: dict[str, dict[str, float]] = {}  # advice -> gaps
-    for site, gap in _above(LIMITS["gap"], check.series(recording)).items():
-        holds = not quadratic_only and recording.middle("gap_quadratic", site) <= LIMITS["gap_holds"]
-        advice = calibrate + (", or use PN-V or UN, which will hold" if holds else ", or use a per-token norm")
-        groups.setdefault(advice, {})[site] = gap
-    found = []
-    for advice, hit in groups.items():
-        drifts = ("drift_quadratic",) if quadratic_only else ("drift_var", "drift_mean")
-        parts = [_drift(recording, name, hit) for name in drifts]
-        message = f"{' and '.join(filter(None, parts))}: the norm will fail at evaluation (off by {{percent:.0f}} %)"
-        found += check.findings(hit, message.removeprefix(": "), advice)
-    return found
-
-
-def _drift(recording: Recording, name: str, sites: Iterable[str]) -> str:
-    """The largest drift of a statistic in words; empty if it was not recorded."""
-    numbers = [value for site in sites if not math.isnan(value := recording.middle(name, site))]
-    text = {
-        "drift_var": "batch variance is {:.3g}x from its running value",
-        "drift_mean": "the batch mean {:.3g} standard deviations",
-        "drift_quadratic": "the quadratic mean is {:.3g}x from its running value",
-    }
-    return text[name].format(max(numbers)) if numbers else ""
+    hit = _above(LIMITS["gap"], check.series(recording))
+    holds = check.needs == "gap_batch" and all(
+        recording.middle("gap_quadratic", site) <= LIMITS["gap_holds"] for site in hit
+    )
+    other = "PN-V or UN, which will hold" if holds else "a per-token norm"
+    advice = f"calibrate the model; if that does not help, the batches differ from each other: mix them, or use {other}"
+    message = "running statistics do not represent the batches: at evaluation the output is off by {percent:.0f} %"
+    return check.findings(hit, message, advice)
 
 
 def target_share(recording: Recording) -> float:
@@ -371,7 +351,6 @@ CHECKS = (
     Check("nan", bad_batches, "nonfinite", _any),
     Check("loss", loss, "loss", None, 4, 100, LOSS),
     Check("collapsed tokens", collapse, "similarity", _any, 2, LIMITS["steps"], how=""),
-    Check("exploding", exploding, "rms", _any, 2, how=LOSS, whole="loss"),
     Check("large values", by_site(
         LIMITS["largest"], "values up to {0:.3g}", "float16 ends at 65504, use bfloat16 or float32",
         number=Series.top), "largest", _any),
@@ -409,28 +388,28 @@ CHECKS = (
 )  # fmt: skip
 
 
-def diagnose(rows: Iterable[Row] | Recording) -> list[Finding]:
+def diagnose(rows: Iterable[Row] | Recording | str | Path) -> list[Finding]:
     r"""Find faults of a training run in its recorded rows.
 
     Checks for which the rows do not suffice are findings of kind "not checked" that name them. "No finding" is no
     proof: only what is in `CHECKS` is looked for.
 
     Args:
-        rows: Rows as `normkit.record` and `normkit.watch.read` give them.
+        rows: Rows as `normkit.record` gives them, or the path of the .csv file that it wrote.
 
     Returns:
         The findings; `print(*findings, sep="\n")` shows them.
 
     Raises:
         TypeError: for anything but rows.
-        ValueError: without any row.
+        ValueError: without any row, or for a file of another kind.
 
     Examples:
         >>> found = diagnose([Row(1, "norm", "batch", "padding", 0.3)])
         >>> [finding.kind for finding in found]
         ['padding', 'not checked', 'not checked']
     """
-    recording = as_recording(rows)
+    recording = as_recording(read(rows) if isinstance(rows, str | Path) else rows)
     found: list[Finding] = []
     lacking: dict[str, list[tuple[Check, str, tuple[str, ...]]]] = {}  # advice -> check, site, missing quantities
     for check in CHECKS:
@@ -463,12 +442,11 @@ def _judged(check: Check, recording: Recording) -> list[str]:
 def _missing(check: Check, recording: Recording) -> dict[str, tuple[str, ...]]:
     """Sites where a check cannot be made: missing quantities, or () for too few values."""
     found = {}
-    whole = () if not check.whole or recording.of(check.whole) else (check.whole,)
     for site in _judged(check, recording):
         needs = check.needs.split()
         if site in recording.quantities.get(check.instead, {}):
             continue
-        lacks = tuple(name for name in needs if site not in recording.quantities.get(name, {})) + whole
+        lacks = tuple(name for name in needs if site not in recording.quantities.get(name, {}))
         few = not lacks and any(len(recording.quantities[name][site].values) < check.samples for name in needs)
         if lacks or few or recording.last_step() < check.steps:
             found[site] = lacks

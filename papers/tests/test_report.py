@@ -199,9 +199,9 @@ def test_bootstrap_distinguishes_a_real_difference_from_none(tmp_path):
 
 
 def test_a_page_of_rows_needs_no_run(tmp_path):
-    folder = write(tmp_path / "a", result("batch"), ["drift_mean", "length"])
+    folder = write(tmp_path / "a", result("batch"), ["gap_batch", "length"])
     made = "".join(page.make([folder / "rows.csv"], "rows").parts)
-    assert made.index('"label":"drift_mean"') < made.index('"label":"length"'), "what matters comes first"
+    assert made.index('"label":"gap_batch"') < made.index('"label":"length"'), "what matters comes first"
     assert made.count("<h2>") == 2, "statistics and findings, no empty section"
 
 

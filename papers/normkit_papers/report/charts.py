@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 PART = 50  # a training loss is averaged over a fiftieth of the run
-FIRST = ("drift_mean", "distance_mean", "distance_var", "distance_quadratic", "gradient_norm", "learned_g")
+FIRST = ("gap_batch", "distance_mean", "distance_var", "distance_quadratic", "gradient_norm", "learned_g")
 """Quantities that a reader wants to see first; the others follow by name."""
 
 
