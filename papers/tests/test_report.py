@@ -63,7 +63,8 @@ def test_runs_of_several_seeds_are_one_row_with_its_interval():
     (members,) = summary.groups(made).values()
     lines = summary.cells(members)
     row = dict(zip(*lines, strict=True))
-    assert (row["norm"], row["seeds"], row["PER greedy"], row["status"]) == ("un", "3", "32.0 ± 2.5", "done")
+    assert (row["norm"], row["seeds"], row["PER greedy"]) == ("un", "3", "32.0 ± 2.5")
+    assert not row.keys() & {"status", "folds", "PER beam search"}, "columns that say nothing"
     made[3] = result("un", seed=3, status="diverged at step 7")
     (members,) = summary.groups(made).values()
     assert dict(zip(*summary.cells(members), strict=True))["status"] == "1 of 4 diverged at step 7"
@@ -80,7 +81,7 @@ def test_two_scores_are_level_if_the_interval_of_their_difference_contains_zero(
 
 def test_conclusions_follow_the_scores(runs):
     text = "\n".join(summary.sentences(summary.groups(runs)["g2p on cmudict"]))
-    assert "Best by PER (beam search): un(window=4)" in text
+    assert "un(window=4)" in text.splitlines()[0], "the best"
     assert "batch" in next(line for line in text.splitlines() if "running statistics" in line)
     assert "9 of 10 norms are gone" in text
     assert "folded 0.75" in text, "of its own time, without a layer"
@@ -201,20 +202,20 @@ def test_bootstrap_distinguishes_a_real_difference_from_none(tmp_path):
 def test_a_page_of_rows_needs_no_run(tmp_path):
     folder = write(tmp_path / "a", result("batch"), ["gap_batch", "length"])
     made = "".join(page.make([folder / "rows.csv"], "rows").parts)
-    assert made.index('"label":"gap_batch"') < made.index('"label":"length"'), "what matters comes first"
+    assert made.index(">gap_batch</option>") < made.index(">length</option>"), "what matters comes first"
     assert made.count("<h2>") == 2, "statistics and findings, no empty section"
 
 
 def test_a_page_of_csv_files_has_their_tables_and_charts(tmp_path):
     made = page.make([rows.KEPT / "core.ptb.csv"], "kept").write(tmp_path / "p.html").read_text()
     assert "<td>batch</td>" in made
-    assert made.count('class="plotly-graph-div"') == 1
+    assert made.count('class="plotly-graph-div"') >= 1
     (tmp_path / "deploy.csv").write_text(
         "model,runtime,batch,scheme,norm,ms\nvit,onnx,1,int8,layer,20\nvit,slow,1,int8,layer,40\n"
         "vit,onnx,1,int8,folded,15\n"
     )
-    charts = page.make([tmp_path / "deploy.csv"], "time").parts
-    assert '"x":[20.0]' in charts[1].replace(" ", ""), "of two runtimes, the fastest"
+    chart = page.make([tmp_path / "deploy.csv"], "time").parts[-1]
+    assert '"x":[20.0]' in chart.replace(" ", ""), "of two runtimes, the fastest"
     with pytest.raises(ValueError, match=r"nothing\.csv"):
         page.make([tmp_path / "nothing.csv"], "none")
 
@@ -253,14 +254,15 @@ def test_the_page_in_a_browser(runs, tmp_path):
             tab.on("request", lambda request: requests.append(request.url))
             tab.goto(path.as_uri())
             tab.wait_for_selector(".js-plotly-plot .scatterlayer path.js-line", state="attached")
-            assert tab.locator(".js-plotly-plot").count() == 3, "losses, time and size, statistics"
+            assert tab.locator(".js-plotly-plot").count() == 5, "time, size, two losses, statistics"
             assert EVIL in tab.locator("h1").inner_text()
             assert tab.evaluate("document.documentElement.scrollWidth") <= width
-            before = tab.locator(".js-plotly-plot").last.locator("path.js-line").first.get_attribute("d")
-            tab.locator(".updatemenu-header").click()
-            tab.locator(".updatemenu-dropdown-button").nth(1).click()
+            shown = tab.locator("section .js-plotly-plot path.js-line").first
+            before, about = shown.get_attribute("d"), tab.locator("section p").inner_text()
+            tab.locator("select").select_option("g_mu")
             tab.wait_for_timeout(300)
-            assert tab.locator(".js-plotly-plot").last.locator("path.js-line").first.get_attribute("d") != before
+            assert shown.get_attribute("d") != before
+            assert tab.locator("section p").inner_text() != about
             context.close()
         browser.close()
     assert not troubles

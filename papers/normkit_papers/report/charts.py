@@ -24,14 +24,15 @@ KINDS = {
 def losses(runs: Sequence[Recorded]) -> "list[Figure]":
     """Draw the losses of training, and those of validation if there are several, a line for each run."""
     drawn = []
-    for title in ("training loss", "validation loss"):
+    for title in ("training loss, by step", "validation loss, by step"):
         figure, longest = panels(1, 1, [title]), 0
         for position, run in enumerate(runs):
-            points = _smooth(run.result["curve"]) if title == "training loss" else _finite(run.result["valid"], "loss")
+            points = (
+                _smooth(run.result["curve"]) if title.startswith("training") else _finite(run.result["valid"], "loss")
+            )
             longest = max(longest, len(points))
             if points:
                 add_line(figure, points, run.label, position)
-        figure.update_xaxes(title="step")
         drawn += [figure] if longest > 1 else []
     return drawn
 
@@ -59,12 +60,12 @@ def recorded_statistics(runs: Sequence[Recorded]) -> "tuple[Figure, list[str]]":
     if any(run.result.get("curve") for run in runs):
         names -= {"loss"}  # the page shows it already
     ordered = [*(name for name in FIRST if name in names), *sorted(names - set(FIRST))]
-    figure = panels(1, 1, height=300)
+    lines = len(runs) if len(runs) > 1 else len(runs[0].recording.sites)
+    figure = panels(1, 1, height=300 + 8 * lines)  # on a phone the legend takes a line for each
     for name in ordered:
         for label, position, points in _lines(runs, name):
             style = {"showlegend": True, "legendgroup": None, "visible": name == ordered[0], "meta": name}
             add_line(figure, points, label, position, **style)
-    figure.update_xaxes(title="step")
     return figure, ordered
 
 
@@ -85,27 +86,28 @@ def _lines(runs: Sequence[Recorded], name: str) -> list[tuple[str, int, list[tup
 
 
 def study(table: Table) -> "list[Figure]":
-    """Draw our scores beside the paper's, a panel a column; nothing for a table without runs."""
-    places = [place for place in range(len(table.study.columns)) if any(line[place].values for line in table.cells)]
-    if not places:
-        return []
-    figure = panels(1, len(places), [table.study.columns[place].title for place in places], 120 + 26 * len(table.cells),
-                    shared_yaxes=True)  # fmt: skip
-    for panel, place in enumerate(places, 1):
+    """Draw our scores beside the paper's, a chart for each column that has run."""
+    drawn = []
+    for place, column in enumerate(table.study.columns):
+        cells = [line[place] for line in table.cells]
+        if not any(cell.values for cell in cells):
+            continue
+        figure = panels(1, 1, [column.title], 30 + 24 * len(cells))
         for position, (name, read) in enumerate((("ours", ours), ("paper", lambda cell: number(cell.printed)))):
-            values = [read(line[place]) for line in table.cells]
-            finite = [value if value is not None and math.isfinite(value) else None for value in values]
+            values = [value if (value := read(cell)) is not None and math.isfinite(value) else None for cell in cells]
+            if not any(value is not None for value in values):
+                continue
             spreads = [
-                statistics.stdev(line[place].values) if name == "ours" and len(line[place].values) > 1 else None
-                for line in table.cells
+                statistics.stdev(cell.values) if name == "ours" and len(cell.values) > 1 else None for cell in cells
             ]
             marker = {"color": COLOURS[position], "size": 9, "symbol": "circle" if name == "ours" else "x"}
             figure.add_scatter(
-                x=finite, y=[row.label for row in table.study.rows], mode="markers", name=name, marker=marker,
-                legendgroup=name, showlegend=panel == 1, row=1, col=panel, error_x={"array": spreads},
+                x=values, y=[row.label for row in table.study.rows], mode="markers", name=name, marker=marker,
+                showlegend=True, error_x={"array": spreads},
             )  # fmt: skip
-    figure.update_yaxes(autorange="reversed", automargin=True)
-    return [figure]
+        figure.update_yaxes(autorange="reversed", automargin=True)
+        drawn.append(figure)
+    return drawn
 
 
 class Deployed(NamedTuple):

@@ -80,7 +80,8 @@ class Page:
     def chart(self, *figures: "Figure") -> None:
         """Add charts, beside each other where the screen is wide enough."""
         drawn = [each.to_html(full_html=False, include_plotlyjs=False, config={"responsive": True}) for each in figures]
-        self.parts.append(f'<div class="charts">{"".join(drawn)}</div>')
+        if drawn:
+            self.parts.append(f'<div class="charts">{"".join(drawn)}</div>')
 
     def choice(self, figure: "Figure", texts: Mapping[str, str]) -> None:
         """Add a chart that shows the traces of one `meta` at a time, and a menu of these with a text for each."""
@@ -134,7 +135,7 @@ def add_recordings(page: Page, runs: Sequence[Recorded]) -> None:
         return
     page.heading("Statistics of the norms")
     figure, names = charts.recorded_statistics(runs)
-    line = "A line is the median over the norms of a run." if len(runs) > 1 else "A line is a norm."
+    line = "By step; a line is the median over the norms of a run." if len(runs) > 1 else "By step; a line is a norm."
     about = {name: QUANTITIES[name].definition if name in QUANTITIES else name for name in names}
     page.choice(figure, {name: f"{text[0].upper()}{text[1:]}. {line}" for name, text in about.items()})
     page.heading("Findings")
