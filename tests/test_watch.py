@@ -267,14 +267,6 @@ def test_padding_is_found_by_the_embedding():
     assert values["PNV"]["padding"] == pytest.approx(3 / 8)
 
 
-def test_padding_is_found_by_an_argument():
-    model = Text(nn.LayerNorm(6))
-    model.embed.padding_idx = None
-    with normkit.record(model, every=1, quantities=["tokens"]) as rows:
-        model(torch.ones(2, 3, dtype=torch.long), attention_mask=torch.tensor([[1, 1, 0], [1, 0, 0]]))
-    assert only(rows, "tokens") == [3]
-
-
 class Checkpointed(nn.Module):
     def __init__(self, inner, reentrant):
         super().__init__()
@@ -453,10 +445,6 @@ def test_the_loss_is_found_in_three_ways():
         assert only(rows, "loss") == pytest.approx([one, (two + three) / 2])
         entropy = [-(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))] * 2
         assert only(rows, "constant_loss") == pytest.approx([] if callable(loss) and loss is not criterion else entropy)
-
-
-def test_sites_of_wrapped_models_keep_their_names():
-    assert [site.name for site in sites(torch.compile(nn.Sequential(nn.LayerNorm(3))))] == ["0"]
 
 
 @pytest.mark.gpu

@@ -289,14 +289,6 @@ def test_too_little_to_judge_by():
     assert checked(rows) == ["gradient spikes"]
 
 
-def test_findings_that_are_no_faults_are_marked_in_print():
-    found = diagnose([Row(1, "norm", "batch", "padding", 0.3)])
-    assert [str(finding).startswith(NOT_CHECKED) for finding in found] == [
-        finding.kind == NOT_CHECKED for finding in found
-    ]
-    assert [finding.kind == NOT_CHECKED for finding in found] == [False, *[True] * (len(found) - 1)]
-
-
 def test_rows_and_files_of_rows_are_diagnosed_and_nothing_else(tmp_path):
     watch.write(tmp_path / "rows.csv", rows := [Row(1, "norm", "batch", "padding", 0.3)])
     assert diagnose(tmp_path / "rows.csv") == diagnose(str(tmp_path)) == diagnose(rows)

@@ -121,12 +121,12 @@ def sentences(members: Sequence[Group]) -> list[str]:
     scored = [group for group in members if group.values("running", metric)]
     kind = "beam" if all(group.values("beam", metric) for group in scored) else "running"
     best = max(scored, key=lambda group: metric.better * interval(group.values(kind, metric))[0])
-    level = [group.label for group in scored if group is not best and is_level(best, group, kind, metric)]
+    others = [f"{group.label} {_behind(best, group, kind, metric)}" for group in scored if group is not best]
     found = [
         f"Best by {metric.name} ({KINDS[kind]}, {'more' if metric.better > 0 else 'less'} is better): {best.label}, "
         f"{_number(best, kind, metric)}; ± is a 95 % interval of "
         + ("the mean over seeds." if len(best.results) > 1 else "the sampling error of the test set, not of training.")
-        + (f" Level with it: {', '.join(level)}." if level else "")
+        + (f" Behind it: {', '.join(others)}." if others else "")
     ]
     for group in scored:
         running, calibrated = (group.values(each, metric) for each in ("running", "calibrated"))
@@ -146,13 +146,16 @@ def sentences(members: Sequence[Group]) -> list[str]:
     return found
 
 
-def is_level(a: Group, b: Group, kind: str, metric: Metric) -> bool:
-    """Return True if the 95 % interval of the difference of two groups contains 0, or is not known."""
+def difference_of(a: Group, b: Group, kind: str, metric: Metric) -> tuple[float, float]:
+    """How far group `a` is ahead of `b`, and half the 95 % interval; nan if it is not known."""
     first, second = a.values(kind, metric), b.values(kind, metric)
     less, half = difference(first, second)
-    if math.isnan(half):
-        half = math.hypot(a.error(kind, metric), b.error(kind, metric))
-    return not abs(less) > half
+    return metric.better * less, math.hypot(a.error(kind, metric), b.error(kind, metric)) if math.isnan(half) else half
+
+
+def _behind(best: Group, group: Group, kind: str, metric: Metric) -> str:
+    less, half = difference_of(best, group, kind, metric)
+    return f"by {less:.2f}" + ("" if math.isnan(half) else f" ± {half:.2f}{' (level)' if less <= half else ''}")
 
 
 def _times(group: Group, members: Sequence[Group]) -> list[str]:
