@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -104,7 +104,13 @@ class Check(NamedTuple):
         return {site: each for site, each in found.items() if self.judges is None or self.judges(each.norm)}
 
     def findings(
-        self, hit: Mapping[str, float], message: str, advice: str = "", least: bool = False, kind: str = ""
+        self,
+        recording: Recording,
+        hit: Mapping[str, float],
+        message: str,
+        advice: str = "",
+        least: bool = False,
+        kind: str = "",
     ) -> list[Finding]:
         """The finding about the sites in `hit`; none if there are none.
 
@@ -113,7 +119,7 @@ class Check(NamedTuple):
         if not hit:
             return []
         worst = min(hit.values()) if least else max(hit.values())
-        text = f"{format_sites(hit)}: {message.format(worst, percent=100 * worst)}"
+        text = f"{_where(hit, recording)}: {message.format(worst, percent=100 * worst)}"
         return [Finding(kind or self.kind, tuple(hit), text, hit, advice)]
 
 
@@ -129,7 +135,7 @@ def by_site(
     def rule(check: Check, recording: Recording) -> list[Finding]:
         numbers = {site: number(each) for site, each in check.series(recording).items()}
         hit = {site: value for site, value in numbers.items() if (value < limit if below else value > limit)}
-        return check.findings(hit, message, advice, least=below)
+        return check.findings(recording, hit, message, advice, least=below)
 
     return rule
 
@@ -173,7 +179,7 @@ def loss(check: Check, recording: Recording) -> list[Finding]:
     hit = {site: factor for site, factor in growth.items() if factor > LIMITS["growth"]}
     message = "the input is {0:.3g}x as large as at the first norm or at the start, and the loss does not fall"
     return found + check.findings(
-        hit, message, "lower the learning rate, or normalize before each sublayer", kind="exploding"
+        recording, hit, message, "lower the learning rate, or normalize before each sublayer", kind="exploding"
     )
 
 
@@ -188,7 +194,9 @@ def collapse(check: Check, recording: Recording) -> list[Finding]:
             break
         hit = {site: value, **hit}
     message = "tokens have collapsed: the cosine between those of one sequence is {0:.3f}"
-    return check.findings(hit, message, "lower the learning rate, warm it up longer, or normalize before each sublayer")
+    return check.findings(
+        recording, hit, message, "lower the learning rate, warm it up longer, or normalize before each sublayer"
+    )
 
 
 def bad_batches(check: Check, recording: Recording) -> list[Finding]:
@@ -197,21 +205,21 @@ def bad_batches(check: Check, recording: Recording) -> list[Finding]:
     for quantity, passes in (("skipped", "forwards"), ("skipped_grad", "backwards")):
         message = f"{{0:.0f}} {passes} were not finite or all padding and moved no statistics"
         advice = "look for NaN or infinity in the data, then lower the learning rate"
-        found += check.findings(_above(0, recording.of(quantity), Series.top), message, advice)
+        found += check.findings(recording, _above(0, recording.of(quantity), Series.top), message, advice)
     series, half = recording.of("nonfinite"), recording.of("overflow")
     if bad := _above(0, series, Series.top):
         step, _, first = min((_first(series[site], lambda value: value > 0), i, site) for i, site in enumerate(bad))
         finite = dict(next(iter(series.values())).points()).get(step) == 0  # before the first norm
         overflow = half and (finite or dict(half.get(first, Series("", [], [])).points()).get(step, 0) > 0)
         what = "values exceed float16" if overflow else "values that are not finite"
-        message = f"{format_sites(bad)}: {what}, first at step {step}, from {first} on"
+        message = f"{_where(bad, recording)}: {what}, first at step {step}, from {first} on"
         advice = "use bfloat16 or float32" if overflow else "a NaN batch, or a diverged run"
         found.append(Finding("overflow" if overflow else "nan", tuple(bad), message, {**bad, "step": step}, advice))
     gaps = {site: last(each) for name in ("gap_quadratic", "gap_batch") for site, each in recording.of(name).items()}
     recovered = {site for site, each in series.items() if last(each) == 0}
     corrupted = {site: gap for site, gap in gaps.items() if not math.isfinite(gap) and site in recovered}
     message = "running statistics are not finite though the last batch is: a NaN batch entered them; evaluation is NaN"
-    found += check.findings(corrupted, message, "load an earlier checkpoint, or calibrate")
+    found += check.findings(recording, corrupted, message, "load an earlier checkpoint, or calibrate")
     for quantity, name in (("loss", "loss"), ("gradient_norm", "gradient")):
         each = recording.of(quantity).get("")
         if each and not found and not math.isfinite(last(each)):  # a GradScaler skips such steps, and goes on
@@ -225,10 +233,12 @@ def bad_batches(check: Check, recording: Recording) -> list[Finding]:
 def dead_channels(check: Check, recording: Recording) -> list[Finding]:
     """Find channels that were zero in every step, and many that are in a batch."""
     zero = _above(0, recording.of("zero_channels"), last)
-    found = check.findings(zero, "{0:.0f} channels were zero in every step", "look for masks, or activations that died")
+    found = check.findings(
+        recording, zero, "channels that were zero in every step: {0:.0f}", "look for masks, or activations that died"
+    )
     series = {site: each for site, each in recording.of("dead").items() if site not in zero}
     return found + check.findings(
-        _above(LIMITS["dead"], series), "{percent:.0f} % of the channels are zero in every token of a batch"
+        recording, _above(LIMITS["dead"], series), "{percent:.0f} % of the channels are zero in every token of a batch"
     )
 
 
@@ -250,12 +260,14 @@ def padding(check: Check, recording: Recording) -> list[Finding]:
     """Find padding among the rows of statistics, and masks that do not fit the norm's input."""
     message = "{percent:.0f} % of the rows that the statistics are taken over are padding"
     advice = "pass the norm its mask (convert(..., mask_from=...))"
-    found = check.findings(_above(LIMITS["padding"], check.series(recording)), message, advice)
+    found = check.findings(recording, _above(LIMITS["padding"], check.series(recording)), message, advice)
     unfit = {site: last(each) for site, each in recording.of("mask_length").items()}
     lengths = [last(each) for site, each in recording.of("length").items() if site in unfit]
     given = f"inputs of length {lengths[0]:.0f}" if lengths else "inputs of another length"
     message = f"the model's mask has length {{0:.0f}} and does not fit {given}: padding enters the statistics"
-    return found + check.findings(unfit, message, "pass a mask of the input's length, or use a per-token norm there")
+    return found + check.findings(
+        recording, unfit, message, "pass a mask of the input's length, or use a per-token norm there"
+    )
 
 
 def evaluation(check: Check, recording: Recording) -> list[Finding]:
@@ -267,7 +279,7 @@ def evaluation(check: Check, recording: Recording) -> list[Finding]:
     other = "PN-V or UN, which will hold" if holds else "a per-token norm"
     advice = f"calibrate the model; if that does not help, the batches differ from each other: mix them, or use {other}"
     message = "running statistics do not represent the batches: at evaluation the output is off by {percent:.0f} %"
-    return check.findings(hit, message, advice)
+    return check.findings(recording, hit, message, advice)
 
 
 def target_share(recording: Recording) -> float:
@@ -312,7 +324,7 @@ def batch_length(check: Check, recording: Recording) -> list[Finding]:
         " batches; a model can learn to read it there, and running statistics do not have it"
     )
     advice = "shuffle the batches, or use a norm by past batches (un, power); calibration does not repair it"
-    return check.findings(hit, message, advice)
+    return check.findings(recording, hit, message, advice)
 
 
 def nu(check: Check, recording: Recording) -> list[Finding]:
@@ -327,7 +339,7 @@ def nu(check: Check, recording: Recording) -> list[Finding]:
         if values and max(values) > LIMITS["nu"] * statistics.median(values):
             hit.setdefault(site, max(values) / statistics.median(values))
     message = "nu exceeds its bound ({0:.3g}x): PowerNorm's gradient statistic grows from step to step"
-    return check.findings(hit, message, "raise alpha_bkw, or set clamp=True")
+    return check.findings(recording, hit, message, "raise alpha_bkw, or set clamp=True")
 
 
 def last(series: Series) -> float:
@@ -341,6 +353,12 @@ def _above(limit: float, series: Mapping[str, Series], number: Number = Series.m
 
 def _first(series: Series, is_bad: Callable[[float], bool]) -> int:
     return next(step for step, value in zip(series.steps, series.values, strict=True) if is_bad(value))
+
+
+def _where(sites: Collection[str], recording: Recording) -> str:
+    """Name sites in few words: all norms, or a list."""
+    norms = recording.norms()
+    return f"all {len(norms)} norms" if len(norms) > 2 and set(norms) <= set(sites) else format_sites(sites)
 
 
 def _any(norm: str) -> bool:
@@ -417,7 +435,7 @@ def diagnose(rows: Iterable[Row] | Recording | str | Path) -> list[Finding]:
         for site, names in _missing(check, recording).items():
             if check.how:
                 lacking.setdefault(check.how if names else OFTEN, []).append((check, site, names))
-    return found + [_not_checked(how, entries) for how, entries in lacking.items()]
+    return found + [_not_checked(how, entries, recording) for how, entries in lacking.items()]
 
 
 def checked(rows: Iterable[Row] | Recording) -> list[str]:
@@ -453,10 +471,10 @@ def _missing(check: Check, recording: Recording) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _not_checked(how: str, entries: Sequence[tuple[Check, str, tuple[str, ...]]]) -> Finding:
+def _not_checked(how: str, entries: Sequence[tuple[Check, str, tuple[str, ...]]], recording: Recording) -> Finding:
     kinds = dict.fromkeys(check.kind for check, *_ in entries)
     sites = dict.fromkeys(site for _, site, _ in entries)
     names = dict.fromkeys(name for *_, names in entries for name in names)
     why = f"no {', '.join(names)}" if names else "too few steps or samples"
-    where = f" at {format_sites(sites)}" if any(sites) else ""
+    where = f" at {_where(sites, recording)}" if any(sites) else ""
     return Finding(NOT_CHECKED, tuple(sites), f"{', '.join(kinds)}: {why}{where}; {how}", {})

@@ -137,7 +137,8 @@ def add_recordings(page: Page, runs: Sequence[Recorded]) -> None:
     figure, names = charts.recorded_statistics(runs)
     line = "By step; a line is the median over the norms of a run." if len(runs) > 1 else "By step; a line is a norm."
     about = {name: QUANTITIES[name].definition if name in QUANTITIES else name for name in names}
-    page.choice(figure, {name: f"{text[0].upper()}{text[1:]}. {line}" for name, text in about.items()})
+    if names:
+        page.choice(figure, {name: f"{text[0].upper()}{text[1:]}. {line}" for name, text in about.items()})
     page.heading("Findings")
     unchecked: dict[str, None] = {}
     for run in runs:
@@ -183,7 +184,11 @@ def make(paths: Sequence[Path], title: str) -> Page:
                 page.text("Milliseconds for one input, in the fastest runtime; less is better.")
                 page.chart(*charts.time_and_size(charts.deployed_rows(list(csv.DictReader(file)))))
         else:
-            loose.append(Recorded(path.stem, {"run": {}, "scores": {}}, Recording(read_rows(path))))
+            found = Recording(read_rows(path))
+            if not found.quantities:
+                raise ValueError(f"{path} has no rows; record some with normkit.record")
+            label = path.absolute().parent.name if path.stem == "rows" else path.stem
+            loose.append(Recorded(label, {"run": {}, "scores": {}}, found))
     if folders:
         add_runs(page, results.find(folders))
     if loose:
