@@ -64,7 +64,7 @@ def test_runs_of_several_seeds_are_one_row_with_its_interval():
     lines = summary.cells(members)
     row = dict(zip(*lines, strict=True))
     assert (row["norm"], row["seeds"], row["PER greedy"]) == ("un", "3", "32.0 ± 2.5")
-    assert not row.keys() & {"status", "folds", "PER beam search"}, "columns that say nothing"
+    assert not row.keys() & {"status", "folds", "greedy, folded"}, "columns that say nothing"
     made[3] = result("un", seed=3, status="diverged at step 7")
     (members,) = summary.groups(made).values()
     assert dict(zip(*summary.cells(members), strict=True))["status"] == "1 of 4 diverged at step 7"

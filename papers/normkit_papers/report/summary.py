@@ -72,10 +72,9 @@ def cells(members: Sequence[Group]) -> list[list[str]]:
         for kind in KINDS
         if any(group.values(kind, metric) for group in members) and (metric.key != "loss" or kind == "running")
     ]
-    heads = [
-        "norm", "seeds", *(f"{metric.name} {KINDS[kind]}" for metric, kind in wanted), "folds", "parameters", "minutes",
-        "status",
-    ]  # fmt: skip
+    first = dict(reversed(wanted))
+    scores = [f"{metric.name} {KINDS[kind]}" if first[metric] == kind else KINDS[kind] for metric, kind in wanted]
+    heads = ["norm", "seeds", *scores, "folds", "parameters", "minutes", "status"]
     lines = [list(_row(group, wanted)) for group in members]
     told = [any(line[place] != NOTHING.get(head, "-") for line in lines) for place, head in enumerate(heads)]
     return [[cell for cell, is_told in zip(line, told, strict=True) if is_told] for line in (heads, *lines)]
