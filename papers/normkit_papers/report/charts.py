@@ -64,7 +64,12 @@ def recorded_statistics(runs: Sequence[Recorded]) -> "tuple[Figure, list[str]]":
     figure = panels(1, 1, height=300 + 8 * lines)  # on a phone the legend takes a line for each
     for name in ordered:
         for label, position, points in _lines(runs, name):
-            style = {"showlegend": True, "legendgroup": None, "visible": name == ordered[0], "meta": name}
+            style: dict[str, Any] = {
+                "showlegend": True,
+                "legendgroup": None,
+                "visible": name == ordered[0],
+                "meta": name,
+            }
             add_line(figure, points, label, position, **style)
     return figure, ordered
 
