@@ -242,8 +242,7 @@ def test_the_page_in_a_browser(runs, tmp_path):
             shown = tab.locator("section .js-plotly-plot path.js-line").first
             before, about = shown.get_attribute("d"), tab.locator("section p").inner_text()
             tab.locator("select").select_option("g_mu")
-            tab.wait_for_timeout(300)
-            assert shown.get_attribute("d") != before
+            playwright.expect(shown).not_to_have_attribute("d", before, timeout=20_000)
             assert tab.locator("section p").inner_text() != about
             context.close()
         browser.close()
