@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 FOUND, BAD_INPUT, INTERRUPTED = 1, 2, 130
+NEAR = 0.9  # cosine of outputs in integers below which `export` warns
 EVERY = 10.0  # seconds between lines of progress
 EXTRAS = {"transformers": "huggingface", "safetensors": "huggingface", "pyarrow": "watch"}
 
@@ -204,7 +205,13 @@ def export(given: argparse.Namespace) -> int:
     from normkit.models.huggingface import load_pretrained
 
     model = load_pretrained(given.model)
-    _write(str(export(model, given.out, int8=given.int8, **example_for(model))))
+    found = export(model, given.out, int8=given.int8, **example_for(model))
+    _write(str(found))
+    if found.cosine is not None and found.cosine < NEAR:
+        _write(
+            f"warning: the outputs have a cosine of {found.cosine:.2f} to those in float, too little for most"
+            " uses; export in float32, or take the norms out with `normkit remove-norms --spread 16` first"
+        )
     return 0
 
 

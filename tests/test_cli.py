@@ -10,6 +10,8 @@ from torch import nn
 
 import normkit as nk
 from normkit.cli import main
+from normkit.fold import folders
+from normkit.models import Exported
 
 
 def failed(capsys, *words):
@@ -71,3 +73,13 @@ def test_the_command_is_installed():
         [sys.executable, "-m", "normkit.cli", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout == f"normkit {nk.__version__}\n"
+
+
+@pytest.mark.parametrize(("cosine", "warned"), [(None, False), (0.99, False), (0.2, True)])
+def test_export_warns_of_integers_far_from_the_model(cosine, warned, capsys, tmp_path, monkeypatch):
+    made = Exported(tmp_path / "m.onnx", {}, "onnxruntime", 0.1, cosine)
+    monkeypatch.setattr("normkit.models.huggingface.load_pretrained", lambda folder: nn.LayerNorm(3))
+    monkeypatch.setattr(folders, "example_for", lambda model: {})
+    monkeypatch.setattr("normkit.models.export", lambda *_, **__: made)
+    assert main(["export", "folder", "--out", str(tmp_path / "m.onnx")]) == 0
+    assert ("warning" in capsys.readouterr().out) == warned

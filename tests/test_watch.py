@@ -74,9 +74,6 @@ def test_distances_and_gaps_of_a_third_party_norm():
     psi, psi_running = ((q + 1e-5).sqrt() for q in (quadratic[1], quadratic[0]))
     off = (flat[1] / psi_running - flat[1] / psi).square().mean().sqrt()
     assert only(rows, "gap_quadratic")[0] == pytest.approx(float(off), rel=1e-4)
-    log = (var[1] / var[0]).log()
-    assert only(rows, "drift_var")[0] == pytest.approx(math.exp(log.square().mean().sqrt()))
-    assert only(rows, "drift_mean")[0] == pytest.approx(float(((mean[1] - mean[0]) / running).square().mean().sqrt()))
     assert only(rows, "largest") == pytest.approx([float(x.abs().max()) for x in xs])
     assert only(rows, "rms") == pytest.approx([float(x.square().mean().sqrt()) for x in xs])
     assert only(rows, "tokens") == [20, 20, 20]
@@ -270,14 +267,6 @@ def test_padding_is_found_by_the_embedding():
     assert values["PNV"]["padding"] == pytest.approx(3 / 8)
 
 
-def test_padding_is_found_by_an_argument():
-    model = Text(nn.LayerNorm(6))
-    model.embed.padding_idx = None
-    with normkit.record(model, every=1, quantities=["tokens"]) as rows:
-        model(torch.ones(2, 3, dtype=torch.long), attention_mask=torch.tensor([[1, 1, 0], [1, 0, 0]]))
-    assert only(rows, "tokens") == [3]
-
-
 class Checkpointed(nn.Module):
     def __init__(self, inner, reentrant):
         super().__init__()
@@ -345,9 +334,9 @@ def test_evaluation_and_calls_of_parts_are_not_steps():
 
 def test_windows_of_one_channel_and_of_all():
     xs = [batch(seed, 8, 6) for seed in range(64)]
-    rows = train(nn.Sequential(nn.LayerNorm(6)).double(), xs, quantities=["default", *EXPENSIVE], channel=2)
+    rows = train(nn.Sequential(nn.LayerNorm(6)).double(), xs, quantities=["default", *EXPENSIVE])
     values = torch.stack([x.square().mean(0) for x in xs])
-    last = values[-4:, 2]
+    last = values[-4:, 0]
     assert only(rows, "channel_activation")[-1] == pytest.approx(float(last[-1]))
     assert only(rows, "channel_activation_am")[-1] == pytest.approx(float(last.mean()))
     assert only(rows, "channel_activation_gm")[-1] == pytest.approx(float(last.log().mean().exp()))
@@ -382,44 +371,40 @@ def test_a_resumed_recorder_gives_the_same_rows(every):
     assert {row.quantity for row in rows} >= {"loss", "gap_batch"}
 
 
-def test_values_out_of_range_are_rejected():
-    for options, words in (
-        ({"every": 0}, "every must be a whole number of at least 1; got 0"),
-        ({"quantities": ["nope"]}, "there is no quantity 'nope'; there are distance_mean"),
-        ({"alpha": 1.0}, "alpha must be a number of at least 0 and below 1; got 1.0"),
-        ({"keep": 0}, "keep must be a whole number of at least 1; got 0"),
-    ):
-        with pytest.raises(ValueError, match=words), normkit.record(nn.LayerNorm(3), **options):
-            pass
-
-
-def test_arguments_of_wrong_type_raise(tmp_path):
-    for model, options, error, words in (
-        ("m", {}, TypeError, r"record\(\) takes an nn\.Module; got str"),
-        (nn.LayerNorm(3), {"every": "5"}, ValueError, "every must be a whole number of at least 1; got '5'"),
-        (nn.LayerNorm(3), {"every": True}, ValueError, "every must be a whole number of at least 1; got True"),
-        (nn.LayerNorm(3), {"channel": 0.5}, ValueError, "channel must be a whole number of at least 0; got 0.5"),
-        (nn.LayerNorm(3), {"to": tmp_path / "no" / "x.csv"}, ValueError, "there is no folder .*no for x.csv; make it"),
-        (nn.Linear(4, 4), {}, ValueError, "found no norm: classes seen: Linear"),
-    ):
-        with pytest.raises(error, match=words), normkit.record(model, **options):
-            pass
-        if isinstance(model, nn.Module):
-            assert not model._forward_hooks
-            assert not model._forward_pre_hooks
-    with normkit.record(nn.Linear(4, 4), every=1, quantities=["gradient_norm"]):
-        pass
-
-
 class DTensor(nn.Parameter):
     """Has the class name that FSDP2 gives to parameters."""
 
 
-def test_sharded_models_are_rejected():
-    model = nn.LayerNorm(3)
-    model.weight = DTensor(torch.ones(3))
-    with pytest.raises(ValueError, match=r"sharded parameters \(FSDP2\) cannot be recorded"), normkit.record(model):
+def test_wrong_arguments_leave_no_hooks(tmp_path):
+    sharded = nn.LayerNorm(3)
+    sharded.weight = DTensor(torch.ones(3))
+    for model, options, error, name in (
+        ("m", {}, TypeError, r"nn\.Module"),
+        (nn.LayerNorm(3), {"every": 0}, ValueError, "every"),
+        (nn.LayerNorm(3), {"every": "5"}, ValueError, "every"),
+        (nn.LayerNorm(3), {"every": True}, ValueError, "every"),
+        (nn.LayerNorm(3), {"keep": 0}, ValueError, "keep"),
+        (nn.LayerNorm(3), {"quantities": ["rsm"]}, ValueError, "rms"),
+        (nn.LayerNorm(3), {"quantities": []}, ValueError, "quantities"),
+        (nn.LayerNorm(3), {"loss": 3.0}, ValueError, "loss"),
+        (nn.LayerNorm(3), {"loss": nn.functional.cross_entropy}, ValueError, "loss"),
+        (nn.LayerNorm(3), {"to": tmp_path / "no" / "x.csv"}, ValueError, "no folder"),
+        (nn.Linear(4, 4), {}, ValueError, "Linear"),
+        (sharded, {}, ValueError, "FSDP2"),
+    ):
+        with pytest.raises(error, match=name), normkit.record(model, **options):
+            pass
+        assert not isinstance(model, nn.Module) or not (model._forward_hooks or model._forward_pre_hooks)
+    with normkit.record(nn.Linear(4, 4), every=1, quantities=["gradient_norm"]):
         pass
+
+
+def test_a_loss_that_raises_leaves_no_hooks():
+    model = nn.LayerNorm(3)
+    with pytest.raises(ZeroDivisionError), normkit.record(model, loss=lambda: 1 / 0):
+        model(torch.ones(2, 3))
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
 
 
 def test_every_quantity_is_recorded_somewhere():
@@ -460,10 +445,6 @@ def test_the_loss_is_found_in_three_ways():
         assert only(rows, "loss") == pytest.approx([one, (two + three) / 2])
         entropy = [-(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))] * 2
         assert only(rows, "constant_loss") == pytest.approx([] if callable(loss) and loss is not criterion else entropy)
-
-
-def test_sites_of_wrapped_models_keep_their_names():
-    assert [site.name for site in sites(torch.compile(nn.Sequential(nn.LayerNorm(3))))] == ["0"]
 
 
 @pytest.mark.gpu

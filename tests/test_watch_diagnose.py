@@ -6,6 +6,7 @@ import watch_runs
 from torch import nn
 
 import normkit
+from normkit import watch
 from normkit.watch import NOT_CHECKED, THRESHOLDS, Row, checked, diagnose
 from normkit.watch.diagnose import CHECKS, target_share
 from normkit.watch.recording import Recording
@@ -161,6 +162,15 @@ def test_tiny_batches(norm, hit):
     assert ("tiny batches" in kinds(fit(mlp(norm), [sample(step, 4, 16) for step in range(40)]))) == hit
 
 
+@pytest.mark.parametrize(
+    ("end", "found"), [(1.0, {"loss", "collapsed tokens"}), (0.5, set()), (None, {"collapsed tokens"})]
+)
+def test_tokens_that_are_alike_while_the_loss_falls_have_not_collapsed(end, found):
+    rows = [Row(step, "norm", "LayerNorm", "similarity", 0.99) for step in range(1, 201, 20)]
+    rows += [Row(step, "", "", "loss", 1.0 + (end - 1.0) * step / 200) for step in range(1, 201, 20) if end is not None]
+    assert set(kinds(rows)) == found
+
+
 def test_inputs_that_grow_from_small_initial_weights_do_not_explode():
     rows = [Row(step, site, "LayerNorm", "rms", 0.02 if step < 5 else late) for step in range(40)
             for site, late in (("first", 0.07), ("last", 2.5))]  # fmt: skip
@@ -279,20 +289,12 @@ def test_too_little_to_judge_by():
     assert checked(rows) == ["gradient spikes"]
 
 
-def test_findings_that_are_no_faults_are_marked_in_print():
-    found = diagnose([Row(1, "norm", "batch", "padding", 0.3)])
-    assert [str(finding).startswith(NOT_CHECKED) for finding in found] == [
-        finding.kind == NOT_CHECKED for finding in found
-    ]
-    assert [finding.kind == NOT_CHECKED for finding in found] == [False, *[True] * (len(found) - 1)]
-
-
-@pytest.mark.parametrize("given", [nn.LayerNorm(3), "rows.csv", [1, 2]])
-def test_anything_but_rows_is_rejected(given):
-    with pytest.raises(TypeError, match="a recording consists of rows"):
-        diagnose(given)
-    with pytest.raises(ValueError, match="no rows"):
-        diagnose([])
+def test_rows_and_files_of_rows_are_diagnosed_and_nothing_else(tmp_path):
+    watch.write(tmp_path / "rows.csv", rows := [Row(1, "norm", "batch", "padding", 0.3)])
+    assert diagnose(tmp_path / "rows.csv") == diagnose(str(tmp_path)) == diagnose(rows)
+    for given, error in ((nn.LayerNorm(3), TypeError), ([1, 2], TypeError), ([], ValueError), ("no.csv", ValueError)):
+        with pytest.raises(error, match="rows"):
+            diagnose(given)
 
 
 def test_sites_are_listed_in_few_words():

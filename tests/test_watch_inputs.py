@@ -134,11 +134,12 @@ class Masked(nn.Module):
 
 
 @pytest.mark.parametrize("wrap", [lambda m: m, nn.DataParallel, lambda m: torch.compile(m, backend="eager")])
-def test_masks_by_position_count_in_wrapped_models(wrap):
+def test_masks_among_the_arguments_count_in_wrapped_models(wrap):
     model, mask = wrap(Masked()), torch.tensor([[True] * 3 + [False] * 3] * 2)
     with record(model, every=1, quantities=["tokens"]) as rows:
         model(torch.randn(2, 6, 4), mask).sum().backward()
-    assert {row.value for row in rows} == {6}
+        model(torch.randn(2, 6, 4), attention_mask=mask.long()).sum().backward()
+    assert [row.value for row in rows] == [6, 6]
 
 
 def test_a_compiled_model_may_change_the_output_of_a_norm_in_place():

@@ -24,7 +24,7 @@ from normkit.watch.diagnose import CHECKS
 
 FILE = Path(__file__).parent / "data" / "watch_runs.csv"
 WIDTH, DEPTH, LENGTH, BATCH, STEPS, EVERY = 32, 12, 32, 16, 150, 25
-NEEDED = {name for check in CHECKS for name in f"{check.needs} {check.whole}".split()}
+NEEDED = {name for check in CHECKS for name in check.needs.split()} | {"rms"}
 KEPT = sorted(NEEDED | {"constant_loss", "overflow", "skipped", "skipped_grad", "gap_quadratic", "gap_batch"})
 
 

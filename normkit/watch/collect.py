@@ -19,6 +19,7 @@ from normkit.watch.sites import Site
 Fields = dict[str, Tensor]
 Moments = tuple[Tensor, Tensor, Tensor]  # mean and variance `[C]` of the real rows of an input, and their count
 WINDOW = 32  # samples of which the normality of a channel is tested
+KEEP = 0.9  # weight of the old value in the averages that the recorder keeps
 FORGET = 0.98  # weight of the past: about the last 50 samples count
 LEAST = 3  # samples from which on there is a share
 
@@ -34,13 +35,11 @@ class Sample(NamedTuple):
 class Memory:
     """State of the recorder at one norm: averages and last values."""
 
-    def __init__(self, alpha: float, channel: int):
-        self.alpha = alpha  # weight of the old average
-        self.channel = channel  # that is followed by itself
+    def __init__(self) -> None:
         self.running: Tensor | None = None  # [k, C], of the statistics that the norm does not keep itself
         self.samples = 0
         self.rings: dict[str, Tensor] = {}  # side -> [WINDOW, C], where windows are recorded
-        self.channels: dict[str, list[Tensor]] = {"x": [], "g": []}  # side -> last values of one channel
+        self.channels: dict[str, list[Tensor]] = {"x": [], "g": []}  # side -> last values of the first channel
         self.counts = {"x": 0, "g": 0}
         self.zero: Tensor | None = None  # [C], channels that were zero in all samples
         self.share = LengthShare()
@@ -51,7 +50,7 @@ class Memory:
         if self.running is None or self.running.shape != new.shape:  # what has no size of its own takes others
             self.running, self.samples, self.share = torch.full_like(new, torch.nan), 0, LengthShare()
         old = self.running.to(new)  # of the type before, where a model changes it
-        weight = max(1 / (self.samples + 1), 1 - self.alpha)  # a plain average first
+        weight = max(1 / (self.samples + 1), 1 - KEEP)  # a plain average first
         self.running = torch.where(usable(new, count), torch.where(old.isnan(), new, old.lerp(new, weight)), old)
         self.samples += 1
         return {f"running_{name}": value for name, value in zip(batch, old, strict=True)} if self.samples > 1 else {}
@@ -66,11 +65,11 @@ class Memory:
     def windows(self, side: str, value: Tensor, needs: Collection[str], last: int) -> Fields:
         """Store `value [C]`, of inputs ("x") or gradients ("g"), for the windows that are needed.
 
-        Return the last values of one channel, and the window `[WINDOW, C]` whenever it is full of new values.
+        Return the last values of the first channel, and the window `[WINDOW, C]` whenever it is full of new values.
         """
         found = {}
         if (name := f"channel_{side}") in needs:
-            self.channels[side] = [*self.channels[side], value[self.channel % len(value)]][-last:]
+            self.channels[side] = [*self.channels[side], value[0]][-last:]
             found[name] = torch.stack(self.channels[side])
         if (name := f"window_{side}") in needs:
             ring = self.rings.get(side, value[:0])

@@ -2,12 +2,14 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from normkit.norms import PowerNorm
 from normkit.watch.recording import Recording, Row, Series, as_recording
+from normkit.watch.row_files import read
 from normkit.watch.sites import (
     UNTRACKED,
     format_sites,
@@ -95,7 +97,6 @@ class Check(NamedTuple):
     steps: float = 0  # length of the run from which on it judges
     how: str = RECORD  # advice on how to record the quantities; "": where they are missing, the check has no meaning
     instead: str = ""  # a quantity that answers the question in their place
-    whole: str = ""  # a quantity of the whole model that it takes, too
 
     def series(self, recording: Recording) -> dict[str, Series]:
         """The series of the first quantity needed, at the norms that are judged."""
@@ -103,7 +104,13 @@ class Check(NamedTuple):
         return {site: each for site, each in found.items() if self.judges is None or self.judges(each.norm)}
 
     def findings(
-        self, hit: Mapping[str, float], message: str, advice: str = "", least: bool = False, kind: str = ""
+        self,
+        recording: Recording,
+        hit: Mapping[str, float],
+        message: str,
+        advice: str = "",
+        least: bool = False,
+        kind: str = "",
     ) -> list[Finding]:
         """The finding about the sites in `hit`; none if there are none.
 
@@ -112,7 +119,7 @@ class Check(NamedTuple):
         if not hit:
             return []
         worst = min(hit.values()) if least else max(hit.values())
-        text = f"{format_sites(hit)}: {message.format(worst, percent=100 * worst)}"
+        text = f"{_where(hit, recording)}: {message.format(worst, percent=100 * worst)}"
         return [Finding(kind or self.kind, tuple(hit), text, hit, advice)]
 
 
@@ -128,7 +135,7 @@ def by_site(
     def rule(check: Check, recording: Recording) -> list[Finding]:
         numbers = {site: number(each) for site, each in check.series(recording).items()}
         hit = {site: value for site, value in numbers.items() if (value < limit if below else value > limit)}
-        return check.findings(hit, message, advice, least=below)
+        return check.findings(recording, hit, message, advice, least=below)
 
     return rule
 
@@ -157,41 +164,39 @@ def stalled(recording: Recording) -> dict[str, float]:
 
 
 def loss(check: Check, recording: Recording) -> list[Finding]:
-    """Find a loss that does not fall."""
+    """Find a loss that does not fall, and inputs that grow over the layers or the steps meanwhile."""
     numbers = stalled(recording)
     if not numbers:
         return []
     like = "{constant:.4g} is what a constant prediction has" if "constant" in numbers else "it began at {first:.4g}"
     advice = "try a tenth and ten times the learning rate; see that inputs and targets belong together"
     message = "the loss does not fall: {loss:.4g} at the end, " + like
-    return [Finding(check.kind, ("",), message.format(**numbers), numbers, advice)]
+    found = [Finding(check.kind, ("",), message.format(**numbers), numbers, advice)]
+    levels = {site: each.middle() for site, each in recording.of("rms").items() if each.late()}
+    first = next(iter(levels.values()), 0.0)
+    starts = {site: start for site in levels if (start := recording.of("rms")[site].values[0]) > 0}
+    growth = {site: levels[site] / max(1, min(first, start)) for site, start in starts.items()}
+    hit = {site: factor for site, factor in growth.items() if factor > LIMITS["growth"]}
+    message = "the input is {0:.3g}x as large as at the first norm or at the start, and the loss does not fall"
+    return found + check.findings(
+        recording, hit, message, "lower the learning rate, or normalize before each sublayer", kind="exploding"
+    )
 
 
 def collapse(check: Check, recording: Recording) -> list[Finding]:
-    """Find tokens that are alike from some norm to the last one; a loss far below a constant's clears them."""
+    """Find tokens that are alike from some norm to the last one; a loss that falls clears them."""
+    if recording.of("loss") and not stalled(recording):
+        return []
     numbers = [(site, each.middle()) for site, each in check.series(recording).items()]
     hit: dict[str, float] = {}
     for site, value in reversed(numbers):
         if not value > LIMITS["similarity"]:
             break
         hit = {site: value, **hit}
-    if recording.middle("loss", "") < LIMITS["constant"] * recording.middle("constant_loss", ""):
-        return []
     message = "tokens have collapsed: the cosine between those of one sequence is {0:.3f}"
-    return check.findings(hit, message, "lower the learning rate, warm it up longer, or normalize before each sublayer")
-
-
-def exploding(check: Check, recording: Recording) -> list[Finding]:
-    """Find inputs that grow over the layers or the steps while the loss does not fall."""
-    series = {site: each for site, each in recording.of("rms").items() if each.late()}
-    if not series or not stalled(recording):
-        return []
-    levels = {site: each.middle() for site, each in series.items()}
-    first = next(iter(levels.values()))
-    lows = {site: max(1, min(first, start)) for site, each in series.items() if (start := each.values[0]) > 0}
-    hit = {site: levels[site] / low for site, low in lows.items() if levels[site] > LIMITS["growth"] * low}
-    message = "the input is {0:.3g}x as large as at the first norm or at the start, and the loss does not fall"
-    return check.findings(hit, message, "lower the learning rate, or normalize before each sublayer")
+    return check.findings(
+        recording, hit, message, "lower the learning rate, warm it up longer, or normalize before each sublayer"
+    )
 
 
 def bad_batches(check: Check, recording: Recording) -> list[Finding]:
@@ -200,21 +205,21 @@ def bad_batches(check: Check, recording: Recording) -> list[Finding]:
     for quantity, passes in (("skipped", "forwards"), ("skipped_grad", "backwards")):
         message = f"{{0:.0f}} {passes} were not finite or all padding and moved no statistics"
         advice = "look for NaN or infinity in the data, then lower the learning rate"
-        found += check.findings(_above(0, recording.of(quantity), Series.top), message, advice)
+        found += check.findings(recording, _above(0, recording.of(quantity), Series.top), message, advice)
     series, half = recording.of("nonfinite"), recording.of("overflow")
     if bad := _above(0, series, Series.top):
         step, _, first = min((_first(series[site], lambda value: value > 0), i, site) for i, site in enumerate(bad))
         finite = dict(next(iter(series.values())).points()).get(step) == 0  # before the first norm
         overflow = half and (finite or dict(half.get(first, Series("", [], [])).points()).get(step, 0) > 0)
         what = "values exceed float16" if overflow else "values that are not finite"
-        message = f"{format_sites(bad)}: {what}, first at step {step}, from {first} on"
+        message = f"{_where(bad, recording)}: {what}, first at step {step}, from {first} on"
         advice = "use bfloat16 or float32" if overflow else "a NaN batch, or a diverged run"
         found.append(Finding("overflow" if overflow else "nan", tuple(bad), message, {**bad, "step": step}, advice))
     gaps = {site: last(each) for name in ("gap_quadratic", "gap_batch") for site, each in recording.of(name).items()}
     recovered = {site for site, each in series.items() if last(each) == 0}
     corrupted = {site: gap for site, gap in gaps.items() if not math.isfinite(gap) and site in recovered}
     message = "running statistics are not finite though the last batch is: a NaN batch entered them; evaluation is NaN"
-    found += check.findings(corrupted, message, "load an earlier checkpoint, or calibrate")
+    found += check.findings(recording, corrupted, message, "load an earlier checkpoint, or calibrate")
     for quantity, name in (("loss", "loss"), ("gradient_norm", "gradient")):
         each = recording.of(quantity).get("")
         if each and not found and not math.isfinite(last(each)):  # a GradScaler skips such steps, and goes on
@@ -228,10 +233,12 @@ def bad_batches(check: Check, recording: Recording) -> list[Finding]:
 def dead_channels(check: Check, recording: Recording) -> list[Finding]:
     """Find channels that were zero in every step, and many that are in a batch."""
     zero = _above(0, recording.of("zero_channels"), last)
-    found = check.findings(zero, "{0:.0f} channels were zero in every step", "look for masks, or activations that died")
+    found = check.findings(
+        recording, zero, "channels that were zero in every step: {0:.0f}", "look for masks, or activations that died"
+    )
     series = {site: each for site, each in recording.of("dead").items() if site not in zero}
     return found + check.findings(
-        _above(LIMITS["dead"], series), "{percent:.0f} % of the channels are zero in every token of a batch"
+        recording, _above(LIMITS["dead"], series), "{percent:.0f} % of the channels are zero in every token of a batch"
     )
 
 
@@ -253,41 +260,26 @@ def padding(check: Check, recording: Recording) -> list[Finding]:
     """Find padding among the rows of statistics, and masks that do not fit the norm's input."""
     message = "{percent:.0f} % of the rows that the statistics are taken over are padding"
     advice = "pass the norm its mask (convert(..., mask_from=...))"
-    found = check.findings(_above(LIMITS["padding"], check.series(recording)), message, advice)
+    found = check.findings(recording, _above(LIMITS["padding"], check.series(recording)), message, advice)
     unfit = {site: last(each) for site, each in recording.of("mask_length").items()}
     lengths = [last(each) for site, each in recording.of("length").items() if site in unfit]
     given = f"inputs of length {lengths[0]:.0f}" if lengths else "inputs of another length"
     message = f"the model's mask has length {{0:.0f}} and does not fit {given}: padding enters the statistics"
-    return found + check.findings(unfit, message, "pass a mask of the input's length, or use a per-token norm there")
+    return found + check.findings(
+        recording, unfit, message, "pass a mask of the input's length, or use a per-token norm there"
+    )
 
 
 def evaluation(check: Check, recording: Recording) -> list[Finding]:
     """Find running statistics that do not represent the batches."""
-    quadratic_only = check.needs == "gap_quadratic"
-    calibrate = "calibrate the model; if that does not help, the batches differ from each other: mix them"
-    groups: dict[str, dict[str, float]] = {}  # advice -> gaps
-    for site, gap in _above(LIMITS["gap"], check.series(recording)).items():
-        holds = not quadratic_only and recording.middle("gap_quadratic", site) <= LIMITS["gap_holds"]
-        advice = calibrate + (", or use PN-V or UN, which will hold" if holds else ", or use a per-token norm")
-        groups.setdefault(advice, {})[site] = gap
-    found = []
-    for advice, hit in groups.items():
-        drifts = ("drift_quadratic",) if quadratic_only else ("drift_var", "drift_mean")
-        parts = [_drift(recording, name, hit) for name in drifts]
-        message = f"{' and '.join(filter(None, parts))}: the norm will fail at evaluation (off by {{percent:.0f}} %)"
-        found += check.findings(hit, message.removeprefix(": "), advice)
-    return found
-
-
-def _drift(recording: Recording, name: str, sites: Iterable[str]) -> str:
-    """The largest drift of a statistic in words; empty if it was not recorded."""
-    numbers = [value for site in sites if not math.isnan(value := recording.middle(name, site))]
-    text = {
-        "drift_var": "batch variance is {:.3g}x from its running value",
-        "drift_mean": "the batch mean {:.3g} standard deviations",
-        "drift_quadratic": "the quadratic mean is {:.3g}x from its running value",
-    }
-    return text[name].format(max(numbers)) if numbers else ""
+    hit = _above(LIMITS["gap"], check.series(recording))
+    holds = check.needs == "gap_batch" and all(
+        recording.middle("gap_quadratic", site) <= LIMITS["gap_holds"] for site in hit
+    )
+    other = "PN-V or UN, which will hold" if holds else "a per-token norm"
+    advice = f"calibrate the model; if that does not help, the batches differ from each other: mix them, or use {other}"
+    message = "running statistics do not represent the batches: at evaluation the output is off by {percent:.0f} %"
+    return check.findings(recording, hit, message, advice)
 
 
 def target_share(recording: Recording) -> float:
@@ -332,7 +324,7 @@ def batch_length(check: Check, recording: Recording) -> list[Finding]:
         " batches; a model can learn to read it there, and running statistics do not have it"
     )
     advice = "shuffle the batches, or use a norm by past batches (un, power); calibration does not repair it"
-    return check.findings(hit, message, advice)
+    return check.findings(recording, hit, message, advice)
 
 
 def nu(check: Check, recording: Recording) -> list[Finding]:
@@ -347,7 +339,7 @@ def nu(check: Check, recording: Recording) -> list[Finding]:
         if values and max(values) > LIMITS["nu"] * statistics.median(values):
             hit.setdefault(site, max(values) / statistics.median(values))
     message = "nu exceeds its bound ({0:.3g}x): PowerNorm's gradient statistic grows from step to step"
-    return check.findings(hit, message, "raise alpha_bkw, or set clamp=True")
+    return check.findings(recording, hit, message, "raise alpha_bkw, or set clamp=True")
 
 
 def last(series: Series) -> float:
@@ -363,6 +355,12 @@ def _first(series: Series, is_bad: Callable[[float], bool]) -> int:
     return next(step for step, value in zip(series.steps, series.values, strict=True) if is_bad(value))
 
 
+def _where(sites: Collection[str], recording: Recording) -> str:
+    """Name sites in few words: all norms, or a list."""
+    norms = recording.norms()
+    return f"all {len(norms)} norms" if len(norms) > 2 and set(norms) <= set(sites) else format_sites(sites)
+
+
 def _any(norm: str) -> bool:
     return True
 
@@ -371,7 +369,6 @@ CHECKS = (
     Check("nan", bad_batches, "nonfinite", _any),
     Check("loss", loss, "loss", None, 4, 100, LOSS),
     Check("collapsed tokens", collapse, "similarity", _any, 2, LIMITS["steps"], how=""),
-    Check("exploding", exploding, "rms", _any, 2, how=LOSS, whole="loss"),
     Check("large values", by_site(
         LIMITS["largest"], "values up to {0:.3g}", "float16 ends at 65504, use bfloat16 or float32",
         number=Series.top), "largest", _any),
@@ -409,28 +406,28 @@ CHECKS = (
 )  # fmt: skip
 
 
-def diagnose(rows: Iterable[Row] | Recording) -> list[Finding]:
+def diagnose(rows: Iterable[Row] | Recording | str | Path) -> list[Finding]:
     r"""Find faults of a training run in its recorded rows.
 
     Checks for which the rows do not suffice are findings of kind "not checked" that name them. "No finding" is no
     proof: only what is in `CHECKS` is looked for.
 
     Args:
-        rows: Rows as `normkit.record` and `normkit.watch.read` give them.
+        rows: Rows as `normkit.record` gives them, or the path of the .csv file that it wrote.
 
     Returns:
         The findings; `print(*findings, sep="\n")` shows them.
 
     Raises:
         TypeError: for anything but rows.
-        ValueError: without any row.
+        ValueError: without any row, or for a file of another kind.
 
     Examples:
         >>> found = diagnose([Row(1, "norm", "batch", "padding", 0.3)])
         >>> [finding.kind for finding in found]
         ['padding', 'not checked', 'not checked']
     """
-    recording = as_recording(rows)
+    recording = as_recording(read(rows) if isinstance(rows, str | Path) else rows)
     found: list[Finding] = []
     lacking: dict[str, list[tuple[Check, str, tuple[str, ...]]]] = {}  # advice -> check, site, missing quantities
     for check in CHECKS:
@@ -438,7 +435,7 @@ def diagnose(rows: Iterable[Row] | Recording) -> list[Finding]:
         for site, names in _missing(check, recording).items():
             if check.how:
                 lacking.setdefault(check.how if names else OFTEN, []).append((check, site, names))
-    return found + [_not_checked(how, entries) for how, entries in lacking.items()]
+    return found + [_not_checked(how, entries, recording) for how, entries in lacking.items()]
 
 
 def checked(rows: Iterable[Row] | Recording) -> list[str]:
@@ -463,22 +460,21 @@ def _judged(check: Check, recording: Recording) -> list[str]:
 def _missing(check: Check, recording: Recording) -> dict[str, tuple[str, ...]]:
     """Sites where a check cannot be made: missing quantities, or () for too few values."""
     found = {}
-    whole = () if not check.whole or recording.of(check.whole) else (check.whole,)
     for site in _judged(check, recording):
         needs = check.needs.split()
         if site in recording.quantities.get(check.instead, {}):
             continue
-        lacks = tuple(name for name in needs if site not in recording.quantities.get(name, {})) + whole
+        lacks = tuple(name for name in needs if site not in recording.quantities.get(name, {}))
         few = not lacks and any(len(recording.quantities[name][site].values) < check.samples for name in needs)
         if lacks or few or recording.last_step() < check.steps:
             found[site] = lacks
     return found
 
 
-def _not_checked(how: str, entries: Sequence[tuple[Check, str, tuple[str, ...]]]) -> Finding:
+def _not_checked(how: str, entries: Sequence[tuple[Check, str, tuple[str, ...]]], recording: Recording) -> Finding:
     kinds = dict.fromkeys(check.kind for check, *_ in entries)
     sites = dict.fromkeys(site for _, site, _ in entries)
     names = dict.fromkeys(name for *_, names in entries for name in names)
     why = f"no {', '.join(names)}" if names else "too few steps or samples"
-    where = f" at {format_sites(sites)}" if any(sites) else ""
+    where = f" at {_where(sites, recording)}" if any(sites) else ""
     return Finding(NOT_CHECKED, tuple(sites), f"{', '.join(kinds)}: {why}{where}; {how}", {})

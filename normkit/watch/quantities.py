@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from normkit._util import require
+from normkit._util import pick, require
 
 QUARTILES = {  # of |gamma| / psi_B over the channels of a norm: `spread [5, S]`
     "min": (0.0, "least"), "q25": (0.25, "first quartile"), "median": (0.5, "median"), "q75": (0.75, "third quartile"),
@@ -60,12 +60,6 @@ def _rms(x: Tensor) -> Tensor:
     return x.square().mean(-1).sqrt()
 
 
-def _factor(batch: Tensor, running: Tensor) -> Tensor:
-    """Factor between batch and running value: `exp(rms of log(batch / running))`."""
-    tiny = torch.finfo(batch.dtype).tiny
-    return _rms((batch.clamp(min=tiny) / running.clamp(min=tiny)).log()).exp()
-
-
 def _gap_batch(mean: Tensor, sigma: Tensor, running_mean: Tensor, running_sigma: Tensor) -> Tensor:
     scale, shift = sigma / running_sigma - 1, (mean - running_mean) / running_sigma
     return (scale.square() + shift.square()).mean(-1).sqrt()
@@ -90,15 +84,6 @@ QUANTITIES: dict[str, Quantity] = {
     "distance_quadratic": Quantity(
         "(1/d) ||psi_B^2 - psi^2||", "PowerNorm Fig. 4",
         "quadratic running_quadratic", _distance),
-    "drift_mean": Quantity(
-        "rms over channels of (mu_B - mu) / sigma", "normkit",
-        "mean running_mean running_sigma", lambda mean, before, sigma: _rms((mean - before) / sigma)),
-    "drift_var": Quantity(
-        "exp(rms over channels of log(sigma_B^2 / sigma^2)), a factor from 1 up", "normkit",
-        "var running_var", _factor),
-    "drift_quadratic": Quantity(
-        "exp(rms over channels of log(psi_B^2 / psi^2)), a factor from 1 up", "normkit",
-        "quadratic running_quadratic", _factor),
     "gap_batch": Quantity(
         "rms over this batch of z_running - z_batch, z as BatchNorm has it: how wrong its output is at evaluation,"
         " 1 being the size of the output itself", "normkit, from Eq. 1 of PowerNorm",
@@ -204,10 +189,8 @@ def choose(names: str | Iterable[str] | None) -> dict[str, Quantity]:
     names = "default" if names is None else names
     given = [names] if isinstance(names, str) else names if isinstance(names, Iterable) else []
     chosen = [each for name in given for each in groups.get(name, [name])]
-    if unknown := [name for name in chosen if name not in QUANTITIES]:
-        raise ValueError(f"there is no quantity {unknown[0]!r}; there are {', '.join(QUANTITIES)}, default and all")
     require(bool(chosen), "quantities", names, "names of quantities, default or all")
-    return {name: QUANTITIES[name] for name in dict.fromkeys(chosen)}
+    return {name: pick(QUANTITIES, name, "quantity") for name in dict.fromkeys(chosen)}
 
 
 def p_normal(x: Tensor) -> Tensor:

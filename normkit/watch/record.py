@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import normkit.watch.graph_ops as graph_ops
-from normkit._util import is_int, is_number, require
+from normkit._util import is_int, require
 from normkit.kernels.records import is_recomputed
 from normkit.kernels.sync import is_distributed
 from normkit.models.checks import check_is_model
@@ -40,8 +41,6 @@ def record(
     to: Sink = None,
     keep: int = 200_000,
     start: int = 0,
-    channel: int = 0,
-    alpha: float = 0.9,
 ) -> Iterator[Rows]:
     """Record statistics of the norms of a model while it trains; the training does not change.
 
@@ -59,8 +58,6 @@ def record(
         to: CSV file that rows are appended to, or a function that takes them; see `Rows`.
         keep: Number of rows held in memory.
         start: Number of forwards made before, where a run is resumed; later rows in the file are dropped.
-        channel: The channel that the quantities `channel_...` follow.
-        alpha: Weight of the old value in the running statistics that the recorder keeps, from 0 to below 1.
 
     Yields:
         The rows recorded so far.
@@ -80,8 +77,7 @@ def record(
     """
     if not start and isinstance(to, str | Path) and Path(to).is_file() and Path(to).stat().st_size:
         raise ValueError(f"{to} has rows of an earlier run; delete it, name another file, or continue it with start=")
-    options: dict[str, Any] = {"loss": loss, "to": to, "keep": keep, "start": start, "channel": channel, "alpha": alpha}
-    recorder = Recorder(model, every, quantities, **options)
+    recorder = Recorder(model, every, quantities, loss=loss, to=to, keep=keep, start=start)
     try:  # a damaged file leaves no hooks on the model
         if start and isinstance(to, str | Path) and recorder.writes:
             drop_after(Path(to), start)
@@ -108,10 +104,9 @@ class Recorder:
 
     def __init__(
         self, model: nn.Module, every: int = 25, quantities: str | Iterable[str] | None = None, *, loss: Loss = None,
-        to: Sink = None, keep: int = 200_000, start: int = 0, channel: int = 0, alpha: float = 0.9,
+        to: Sink = None, keep: int = 200_000, start: int = 0,
     ):  # fmt: skip
-        _check(model, alpha, every=every, start=start, channel=channel)
-        require(loss is None or callable(loss), "loss", loss, "a module, a function without arguments, or None")
+        _check(model, loss, every=every, start=start)
         self.model, self.every, self.step = model, every, start
         self.chosen = choose(quantities)
         self.needs = frozenset().union(*(quantity.needs for quantity in self.chosen.values()))
@@ -141,7 +136,7 @@ class Recorder:
             self._hooks.enter_context(loss.register_forward_hook(self._after_criterion))
         self.key = graph_ops.register(self)
         self.ledger = torch.zeros(1, device=next((p.device for p in model.parameters()), None))  # of `graph_ops`
-        self.norms = [NormRecorder(self, site, Memory(alpha, channel), index) for index, site in enumerate(found)]
+        self.norms = [NormRecorder(self, site, Memory(), index) for index, site in enumerate(found)]
         for norm in self.norms:
             module = norm.site.module
             self._hooks.enter_context(module.register_forward_pre_hook(norm.before, with_kwargs=True))
@@ -247,12 +242,14 @@ class Recorder:
 
     def close(self) -> None:
         """Remove the hooks; the rows stay readable."""
-        self._end_step()
-        self._hooks.close()
-        self._parameter_hooks.close()
-        graph_ops.LISTENERS.pop(self.key, None)
-        self.rows.flush()
-        self.due = self.active = False
+        try:
+            self._end_step()
+            self.rows.flush()
+        finally:  # also if the loss or the file raises an error
+            self._hooks.close()
+            self._parameter_hooks.close()
+            graph_ops.LISTENERS.pop(self.key, None)
+            self.due = self.active = False
 
     def state(self) -> dict[str, Any]:
         """The state, beside the step, that a resumed recording needs for the same values."""
@@ -346,13 +343,24 @@ class NormRecorder:
         return args[0] if args else next(iter(kwargs.values())), None
 
 
-def _check(model: nn.Module, alpha: float, **counts: int) -> None:
+def _check(model: nn.Module, loss: object, **counts: int) -> None:
     """Check the arguments of a recorder."""
     check_is_model(model, "record")
     for option, number in counts.items():
         least = 1 if option == "every" else 0
         require(is_int(number) and number >= least, option, number, f"a whole number of at least {least}")
-    require(is_number(alpha) and 0 <= alpha < 1, "alpha", alpha, "a number of at least 0 and below 1")
+    ok = loss is None or isinstance(loss, nn.Module) or (callable(loss) and _takes_nothing(loss))
+    require(ok, "loss", loss, "a module, a function without arguments such as `lambda: loss`, or None")
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
         sharded = "models with sharded parameters (FSDP2) cannot be recorded; DDP ones can"
         raise ValueError(f"{sharded}. Train without recording: --record-every 0")
+
+
+def _takes_nothing(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    except ValueError:  # a builtin may have no signature
+        pass
+    return True

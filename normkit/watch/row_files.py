@@ -78,10 +78,6 @@ class Rows:
         if self._send is not None:
             self.take()
 
-    def save(self, path: str | Path) -> None:
-        """Write the rows held to a .csv file."""
-        write(path, self)
-
     def __iter__(self) -> Iterator[Row]:
         self.take()
         return iter(list(self._held))

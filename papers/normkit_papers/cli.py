@@ -262,13 +262,13 @@ def report(
     if figure == "list":
         _write(align([[name, each.about, f"needs {each.needs}"] for name, each in figures.FIGURES.items()]))
         return 0
+    if not paths:
+        raise ValueError("no path is given; try `papers report runs/demo`")
     if compare:
         from normkit_papers.report.compare import compare as compared
 
-        _write("\n".join(compared(paths)))
+        _write("\n\n".join(compared(paths)))
         return 0
-    if not paths:
-        raise ValueError("no path is given; try `papers report runs/demo`")
     if figure:
         drawn, left_out = figures.draw(figure, results.find(paths))
         made = page.Page(f"{figure}: {figures.FIGURES[figure].about}")

@@ -178,7 +178,7 @@ def test_reports_of_runs_rows_and_figures(demo, tmp_path, capsys):
     assert main(["report", "--figure", "list"]) == 0
     capsys.readouterr()
     assert main(["report", str(demo / "layer"), str(demo / "un"), "--compare"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert {"layer", "un"} <= set(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

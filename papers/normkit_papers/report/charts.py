@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from normkit_papers.report.recorded import COLOURS, Recorded, add_line, panels
@@ -12,51 +12,66 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 PART = 50  # a training loss is averaged over a fiftieth of the run
-FIRST = ("drift_mean", "distance_mean", "distance_var", "distance_quadratic", "gradient_norm", "learned_g")
+FIRST = ("loss", "gap_batch", "gap_quadratic", "rms", "largest", "similarity", "gradient_norm")
 """Quantities that a reader wants to see first; the others follow by name."""
+KINDS = {
+    "trained": ("as trained", COLOURS[0]), "layer": ("LayerNorm", COLOURS[0]),
+    "un": ("norms as multiply-adds", COLOURS[5]), "folded": ("norms folded away", COLOURS[1]),
+}  # fmt: skip
+"""Label and colour of bars by what a model's norms have become."""
 
 
-def losses(runs: Sequence[Recorded]) -> "Figure":
-    """Draw the losses of training and validation of each run."""
-    figure = panels(1, 2, ["training", "validation"])
-    for number_, run in enumerate(runs):
-        curve = [(p["step"], p["train_loss"]) for p in run.result["curve"] if math.isfinite(p["train_loss"])]
-        window = max(1, len(curve) // PART)
-        smooth = [
-            (curve[i][0], statistics.fmean(value for _, value in curve[max(0, i - window + 1) : i + 1]))
-            for i in range(len(curve))
-        ]
-        valid = [(p["step"], p["loss"]) for p in run.result["valid"] if math.isfinite(p["loss"])]
-        for column, points in enumerate((smooth, valid), 1):
+def losses(runs: Sequence[Recorded]) -> "list[Figure]":
+    """Draw the losses of training, and those of validation if there are several, a line for each run."""
+    drawn = []
+    for title in ("training loss, by step", "validation loss, by step"):
+        figure, longest = panels(1, 1, [title]), 0
+        for position, run in enumerate(runs):
+            points = (
+                _smooth(run.result["curve"]) if title.startswith("training") else _finite(run.result["valid"], "loss")
+            )
+            longest = max(longest, len(points))
             if points:
-                add_line(figure, points, run.label, number_, column=column)
-    figure.update_xaxes(title="step")
-    figure.update_yaxes(title="loss", col=1)
-    return figure
+                add_line(figure, points, run.label, position)
+        drawn += [figure] if longest > 1 else []
+    return drawn
 
 
-def recorded_statistics(runs: Sequence[Recorded]) -> "Figure | None":
-    """Draw each recorded quantity, one at a time by a menu: a line for each run, or for each norm of a single run.
+def _finite(points: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
+    return [(point["step"], point[name]) for point in points if math.isfinite(point[name])]
 
-    The line of a run is the median over its norms.
-    """
-    names = sorted({name for run in runs for name in run.recording.quantities if "[" not in name and name != "cka"})
-    names = [*(name for name in FIRST if name in names), *(name for name in names if name not in FIRST)]
-    if not names:
-        return None
-    figure, owners = panels(1, 1, height=380), list[str]()
-    for name in names:
-        for label, position, points in _lines(runs, name):
-            add_line(figure, points, label, position, showlegend=True, visible=name == names[0], legendgroup=None)
-            owners.append(name)
-    buttons = [
-        {"label": name, "method": "update", "args": [{"visible": [owner == name for owner in owners]}]}
-        for name in names
+
+def _smooth(curve: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """Average each training loss with those before it, over a fiftieth of the run."""
+    points = _finite(curve, "train_loss")
+    window = max(1, len(points) // PART)
+    return [
+        (step, statistics.fmean(value for _, value in points[max(0, i - window + 1) : i + 1]))
+        for i, (step, _) in enumerate(points)
     ]
-    menu = {"buttons": buttons, "x": 0, "xanchor": "left", "y": 1.18, "yanchor": "bottom", "bgcolor": "#fff"}
-    figure.update_layout(updatemenus=[menu])
-    figure.update_xaxes(title="step")
-    return figure
+
+
+def recorded_statistics(runs: Sequence[Recorded]) -> "tuple[Figure, list[str]]":
+    """Draw each recorded quantity, the first one visible: a line for each run, or for each norm of a single run.
+
+    The line of a run is the median over its norms. A trace has its quantity as `meta`.
+    """
+    names = {name for run in runs for name in run.recording.quantities if "[" not in name and name != "cka"}
+    if any(run.result.get("curve") for run in runs):
+        names -= {"loss"}  # the page shows it already
+    ordered = [*(name for name in FIRST if name in names), *sorted(names - set(FIRST))]
+    lines = len(runs) if len(runs) > 1 else len(runs[0].recording.sites)
+    figure = panels(1, 1, height=300 + 8 * lines)  # on a phone the legend takes a line for each
+    for name in ordered:
+        for label, position, points in _lines(runs, name):
+            style: dict[str, Any] = {
+                "showlegend": True,
+                "legendgroup": None,
+                "visible": name == ordered[0],
+                "meta": name,
+            }
+            add_line(figure, points, label, position, **style)
+    return figure, ordered
 
 
 def _lines(runs: Sequence[Recorded], name: str) -> list[tuple[str, int, list[tuple[float, float]]]]:
@@ -75,28 +90,29 @@ def _lines(runs: Sequence[Recorded], name: str) -> list[tuple[str, int, list[tup
     return found
 
 
-def study(table: Table) -> "Figure | None":
-    """Draw our scores beside the paper's, a panel a column; None for a table without runs."""
-    places = [place for place in range(len(table.study.columns)) if any(line[place].values for line in table.cells)]
-    if not places:
-        return None
-    figure = panels(1, len(places), [table.study.columns[place].title for place in places], 120 + 26 * len(table.cells),
-                    shared_yaxes=True)  # fmt: skip
-    for panel, place in enumerate(places, 1):
+def study(table: Table) -> "list[Figure]":
+    """Draw our scores beside the paper's, a chart for each column that has run."""
+    drawn = []
+    for place, column in enumerate(table.study.columns):
+        cells = [line[place] for line in table.cells]
+        if not any(cell.values for cell in cells):
+            continue
+        figure = panels(1, 1, [column.title], 30 + 24 * len(cells))
         for position, (name, read) in enumerate((("ours", ours), ("paper", lambda cell: number(cell.printed)))):
-            values = [read(line[place]) for line in table.cells]
-            finite = [value if value is not None and math.isfinite(value) else None for value in values]
+            values = [value if (value := read(cell)) is not None and math.isfinite(value) else None for cell in cells]
+            if not any(value is not None for value in values):
+                continue
             spreads = [
-                statistics.stdev(line[place].values) if name == "ours" and len(line[place].values) > 1 else None
-                for line in table.cells
+                statistics.stdev(cell.values) if name == "ours" and len(cell.values) > 1 else None for cell in cells
             ]
             marker = {"color": COLOURS[position], "size": 9, "symbol": "circle" if name == "ours" else "x"}
             figure.add_scatter(
-                x=finite, y=[row.label for row in table.study.rows], mode="markers", name=name, marker=marker,
-                legendgroup=name, showlegend=panel == 1, row=1, col=panel, error_x={"array": spreads},
+                x=values, y=[row.label for row in table.study.rows], mode="markers", name=name, marker=marker,
+                showlegend=True, error_x={"array": spreads},
             )  # fmt: skip
-    figure.update_yaxes(autorange="reversed", automargin=True)
-    return figure
+        figure.update_yaxes(autorange="reversed", automargin=True)
+        drawn.append(figure)
+    return drawn
 
 
 class Deployed(NamedTuple):
@@ -127,25 +143,25 @@ def deployed_rows(rows: Sequence[dict[str, Any]]) -> list[Deployed]:
     fastest: dict[tuple[str, str], Deployed] = {}
     for row in rows:
         if row["batch"] == "1" and row["ms"]:
-            one = Deployed(f"{row['model']}, {row['scheme']}", row["norm"], float(row["ms"]))
+            scheme = "8-bit integers" if row["scheme"] == "dynamic" else row["scheme"]
+            one = Deployed(f"{row['model']}, {scheme}", row["norm"], float(row["ms"]))
             fastest[one[:2]] = min(fastest.get(one[:2], one), one, key=lambda each: each.ms)
     return list(fastest.values())
 
 
-def time_and_size(found: Sequence[Deployed]) -> "Figure | None":
-    """Draw time and size of models, as trained and folded; None without a measurement."""
-    if not found:
-        return None
-    models = dict.fromkeys(one.model for one in found)
-    titles = ["milliseconds", "megabytes"][: 1 + any(one.megabytes for one in found)]
-    figure = panels(1, len(titles), titles, 60 + 34 * len(models), shared_yaxes=True)
-    for position, kind in enumerate(dict.fromkeys(one.kind for one in found)):
-        own = [one for one in found if one.kind == kind]
-        measured = ([one.ms for one in own], [one.megabytes for one in own])
-        for column, values in enumerate(measured[: len(titles)], 1):
+def time_and_size(found: Sequence[Deployed]) -> "list[Figure]":
+    """Draw time and, where it is known, size of models, as trained and folded."""
+    models, drawn = dict.fromkeys(one.model for one in found), []
+    kinds = sorted({one.kind for one in found}, key=lambda kind: ([*KINDS, kind].index(kind), kind))
+    for title, name in (("milliseconds", "ms"), ("megabytes", "megabytes")):
+        figure = panels(1, 1, [title], 40 + 24 * len(models))
+        for kind in kinds:
+            own = [one for one in found if one.kind == kind and getattr(one, name)]
+            label, colour = KINDS.get(kind, (kind, COLOURS[-1]))
             figure.add_bar(
-                x=values, y=[one.model for one in own], orientation="h", name=kind, legendgroup=kind,
-                showlegend=column == 1, marker={"color": COLOURS[position]}, row=1, col=column,
+                x=[getattr(one, name) for one in own], y=[one.model for one in own], orientation="h", name=label,
+                showlegend=True, marker={"color": colour},
             )  # fmt: skip
-    figure.update_yaxes(autorange="reversed", automargin=True)
-    return figure
+        figure.update_yaxes(autorange="reversed", automargin=True)
+        drawn += [figure] if any(getattr(one, name) for one in found) else []
+    return drawn

@@ -1,55 +1,35 @@
-"""Comparison of runs: means over seeds, and translations of the same sentences."""
+"""Comparison of runs: their table and conclusions, and for translations of the same sentences p-values."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from normkit._util import truncate
 from normkit_papers import results
-from normkit_papers.report.seeds import difference, interval
-from normkit_papers.report.settings import job, split
-from normkit_papers.tasks import TASKS
+from normkit_papers.report import summary
+from normkit_papers.report.settings import labels
 
-SCORES = tuple(dict.fromkeys((task.decided_by, task.metrics[0].key) for task in TASKS.values()))
-"""Kind and name of scores; runs are compared by the first one that all have."""
 SAMPLES = 1000  # of the bootstrap
 
 
 def compare(folders: Sequence[Path]) -> list[str]:
-    """Compare runs with the first, a line each: means over seeds, their differences, and for translations p-values.
+    """Compare runs: means over seeds, their differences, and p-values of translations by models of one seed.
 
     Args:
-        folders: Folders of runs, or folders that hold the seeds of one run.
+        folders: Folders of runs, or folders that hold runs.
 
     Raises:
-        ValueError: If a folder has runs of several settings, or the runs several tasks or data, or no common score.
+        ValueError: If a folder has no runs.
     """
-    every = [_seeds(folder) for folder in folders]
-    jobs = {job(result) for each in every for _, result in each.values()}
-    if len(jobs) > 1:
-        raise ValueError(f"runs of {' and '.join(' on '.join(one) for one in sorted(jobs))}; compare runs of one")
-    scores = [result["scores"] for each in every for _, result in each.values()]
-    common = [(kind, name) for kind, name in SCORES if all(name in score.get(kind, {}) for score in scores)]
-    if not common:
-        raise ValueError("these runs have no score in common; compare finished runs of one task")
-    kind, name = common[0]
-    values = [[result["scores"][kind][name] for _, result in each.values()] for each in every]
-    lines = []
-    for folder, found in zip(folders, values, strict=True):
-        mean, half = interval(found)
-        spread = "one seed" if len(found) == 1 else f"± {half:.2f}, 95 % interval of {len(found)} seeds"
-        lines.append(f"{folder}: {name} ({kind}) {mean:.2f} ({spread})")
-    for folder, found in zip(folders[1:], values[1:], strict=True):
-        less, half = difference(found, values[0])
-        verdict = "level" if abs(less) <= half else "different"
-        sure = f"± {half:.2f}: {verdict}" if half == half else "; two seeds of each show whether this is chance"
-        lines.append(f"{folder} less {folders[0]}: {less:.2f} {sure}")
-    if name != "bleu":
-        return lines
-    for folder, each in zip(folders[1:], every[1:], strict=True):
-        for seed in sorted(each.keys() & every[0].keys()):
-            p = bootstrap(every[0][seed][0], each[seed][0])
-            lines.append(f"{folder} and {folders[0]}, models of seed {seed}: p = {p:.3f} (paired bootstrap)")
+    found = results.find(folders)
+    lines, names = [summary.text(found)], labels(found)
+    first: dict[tuple[str, int], tuple[str, Path]] = {}  # data and seed -> label and folder of the first run
+    for folder, result in found.items():
+        if (folder / "outputs" / "beam.txt").is_file():
+            seed, label = result["run"].get("seed", 0), names[folder]
+            other, path = first.setdefault((result["run"]["data"], seed), (label, folder))
+            if other != label:
+                p = bootstrap(path, folder)
+                lines.append(f"{label} and {other}, models of seed {seed}: p = {p:.3f} (paired bootstrap)")
     return lines
 
 
@@ -57,7 +37,7 @@ def bootstrap(first: Path, second: Path) -> float:
     """Return the p-value of the difference in BLEU of two models, by paired bootstrap (Koehn 2004).
 
     Raises:
-        ValueError: If a run wrote no translations, or they are of other sentences.
+        ValueError: If the translations are of other sentences.
     """
     from sacrebleu.significance import PairedTest
 
@@ -81,22 +61,4 @@ def bootstrap(first: Path, second: Path) -> float:
 
 
 def _lines(path: Path) -> list[str]:
-    if not path.is_file():
-        raise ValueError(f"{path} is missing; runs of task mt write it when they end")
     return path.read_text(encoding="utf8").removesuffix("\n").split("\n")
-
-
-def _seeds(folder: Path) -> dict[int, tuple[Path, dict[str, Any]]]:
-    """Return the runs of a folder by seed, all of the same settings."""
-    found: dict[int, tuple[Path, dict[str, Any]]] = {}
-    there = results.find([folder])
-    _, different = split(result["run"] for result in there.values())
-    if others := sorted(different.keys() - {"seed", "name", "device", "threads", "workers"}):
-        raise ValueError(f"{folder} has runs that differ in {', '.join(truncate(others))}; name the folder of one")
-    for path, result in there.items():
-        if not result["scores"]:
-            raise ValueError(f"{path} has no scores ({result['status']}); compare runs that are done")
-        if (seed := result["run"].get("seed", 0)) in found:
-            raise ValueError(f"{found[seed][0]} and {path} have the same seed, {seed}; name one of them")
-        found[seed] = path, result
-    return found

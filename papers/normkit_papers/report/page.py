@@ -2,13 +2,13 @@
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from normkit._util import write_whole
-from normkit.watch import NOT_CHECKED, Recording, checked, diagnose
+from normkit.watch import NOT_CHECKED, QUANTITIES, Recording, checked, diagnose
 from normkit.watch import read as read_rows
 from normkit_papers import figures, results
 from normkit_papers.report import charts, summary
@@ -28,10 +28,21 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: auto; pa
 h1, h2 { line-height: 1.2 } h2 { margin-top: 2.5rem }
 li { overflow-wrap: anywhere }
 .wide { overflow-x: auto }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)) }
+.charts > div { min-width: 0 }
 table { border-collapse: collapse; font-size: 14px }
-th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #8884; vertical-align: top }
+th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #8884; vertical-align: bottom }
+td { white-space: nowrap }
+select { font: inherit; max-width: 100% }
 th:first-child, td:first-child { text-align: left }
 pre { overflow-x: auto; background: #8882; padding: .6rem }
+"""
+SCRIPT = """
+function show(select) {
+  const section = select.closest("section"), plot = section.querySelector(".js-plotly-plot");
+  section.querySelector("p").textContent = select.selectedOptions[0].title;
+  Plotly.restyle(plot, {visible: plot.data.map(trace => trace.meta === select.value)});
+}
 """
 
 
@@ -45,6 +56,10 @@ class Page:
     def heading(self, text: str) -> None:
         """Begin a section."""
         self.parts.append(f"<h2>{escape(text)}</h2>")
+
+    def text(self, text: str) -> None:
+        """Add a paragraph."""
+        self.parts.append(f"<p>{escape(text)}</p>")
 
     def lines(self, texts: Iterable[str]) -> None:
         """Add sentences, as a list."""
@@ -62,16 +77,25 @@ class Page:
         ]
         self.parts.append(f'<div class="wide"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>')
 
-    def chart(self, figure: "Figure | None") -> None:
-        """Add a chart; None adds nothing."""
-        if figure is not None:
-            self.parts.append(figure.to_html(full_html=False, include_plotlyjs=False, config={"responsive": True}))
+    def chart(self, *figures: "Figure") -> None:
+        """Add charts, beside each other where the screen is wide enough."""
+        drawn = [each.to_html(full_html=False, include_plotlyjs=False, config={"responsive": True}) for each in figures]
+        if drawn:
+            self.parts.append(f'<div class="charts">{"".join(drawn)}</div>')
+
+    def choice(self, figure: "Figure", texts: Mapping[str, str]) -> None:
+        """Add a chart that shows the traces of one `meta` at a time, and a menu of these with a text for each."""
+        names = "".join(f'<option title="{escape(text)}">{escape(name)}</option>' for name, text in texts.items())
+        menu = f'<select onchange="show(this)" aria-label="quantity">{names}</select>'
+        self.parts.append(f"<section>{menu}<p>{escape(next(iter(texts.values())))}</p>")
+        self.chart(figure)
+        self.parts.append("</section>")
 
     def write(self, path: Path) -> Path:
         """Write the page; a browser needs no other file."""
         from plotly.offline import get_plotlyjs
 
-        script = f"<script>{get_plotlyjs()}</script>" if any("plotly" in part for part in self.parts) else ""
+        script = f"<script>{get_plotlyjs()}{SCRIPT}</script>" if any("plotly" in part for part in self.parts) else ""
         head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         head += f"<title>{escape(self.title)}</title><style>{STYLE}</style>{script}"
         page = f"<!doctype html><html lang=en><head>{head}</head><body>"
@@ -86,21 +110,21 @@ def add_runs(page: Page, found: Results) -> None:
         page.heading(kind)
         page.table(summary.cells(members))
         page.lines(summary.sentences(members))
-    page.heading("Losses")
-    page.chart(charts.losses(runs))
     if deployed := charts.deployed_runs(runs):
         page.heading("Time and size, folded and not folded")
-        page.lines(["milliseconds to decode 64 words on one thread, medians of turns; megabytes of weights"])
-        page.chart(charts.time_and_size(deployed))
+        page.text("Milliseconds to decode 64 words on one thread, medians of turns, and megabytes of weights.")
+        page.chart(*charts.time_and_size(deployed))
+    page.heading("Losses")
+    page.chart(*charts.losses(runs))
     add_recordings(page, runs)
     page.heading("Settings")
     common, different = split(result["run"] for result in found.values())
     machines = [{name: result["where"].get(name) for name in SHOWN} for result in found.values()]
     page.lines(dict.fromkeys(", ".join(f"{key} {value}" for key, value in each.items()) for each in machines))
     page.lines(dict.fromkeys(result["command"] for result in found.values() if result["command"]))
-    page.table(
-        [["setting", "values"], *([name, ", ".join(dict.fromkeys(map(str, v)))] for name, v in different.items())]
-    )
+    if different:
+        lines = [[name, ", ".join(dict.fromkeys(map(str, values)))] for name, values in different.items()]
+        page.table([["setting", "values"], *lines])
     page.parts.append(f"<details><summary>common settings</summary><pre>{escape(str(common))}</pre></details>")
 
 
@@ -110,8 +134,11 @@ def add_recordings(page: Page, runs: Sequence[Recorded]) -> None:
     if not runs:
         return
     page.heading("Statistics of the norms")
-    page.lines(["a line is the median over the norms of a run" if len(runs) > 1 else "a line is a norm"])
-    page.chart(charts.recorded_statistics(runs))
+    figure, names = charts.recorded_statistics(runs)
+    line = "By step; a line is the median over the norms of a run." if len(runs) > 1 else "By step; a line is a norm."
+    about = {name: QUANTITIES[name].definition if name in QUANTITIES else name for name in names}
+    if names:
+        page.choice(figure, {name: f"{text[0].upper()}{text[1:]}. {line}" for name, text in about.items()})
     page.heading("Findings")
     unchecked: dict[str, None] = {}
     for run in runs:
@@ -129,7 +156,7 @@ def add_study(page: Page, made: table.Table, folders: Sequence[Path] = ()) -> No
     page.table(table.grid(made), heads=2)
     page.lines(table.remarks(made))
     if made.study.id not in figures.FIGURES:
-        page.chart(charts.study(made))
+        page.chart(*charts.study(made))
     elif folders:
         try:
             page.chart(figures.draw(made.study.id, results.find(folders))[0])
@@ -152,11 +179,16 @@ def make(paths: Sequence[Path], title: str) -> Page:
         if "study" in head:
             add_csv(page, path)
         elif {"model", "runtime", "scheme", "ms"} <= set(head):
-            page.heading(f"Time and size, folded and not folded ({path.name})")
+            page.heading(f"Time, folded and not folded ({path.name})")
             with path.open(encoding="utf8", newline="") as file:
-                page.chart(charts.time_and_size(charts.deployed_rows(list(csv.DictReader(file)))))
+                page.text("Milliseconds for one input, in the fastest runtime; less is better.")
+                page.chart(*charts.time_and_size(charts.deployed_rows(list(csv.DictReader(file)))))
         else:
-            loose.append(Recorded(path.stem, {"run": {}, "scores": {}}, Recording(read_rows(path))))
+            found = Recording(read_rows(path))
+            if not found.quantities:
+                raise ValueError(f"{path} has no rows; record some with normkit.record")
+            label = path.absolute().parent.name if path.stem == "rows" else path.stem
+            loose.append(Recorded(label, {"run": {}, "scores": {}}, found))
     if folders:
         add_runs(page, results.find(folders))
     if loose:

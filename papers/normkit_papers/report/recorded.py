@@ -92,9 +92,9 @@ def panels(rows: int, columns: int, titles: Sequence[str] = (), height: int = 30
     from plotly.subplots import make_subplots
 
     figure = make_subplots(rows, columns, subplot_titles=[_wrapped(title) for title in titles], **more)
-    legend = {"orientation": "h", "yanchor": "bottom", "y": 1 + 40 / (height * rows)}
-    margin = {"l": 60, "r": 20, "t": 100, "b": 50}
-    figure.update_layout(template="none", height=150 + height * rows, legend=legend, margin=margin)
+    legend = {"orientation": "h", "yanchor": "top", "y": -50 / (height * rows)}  # below: it may take many lines
+    margin = {"l": 60, "r": 20, "t": 40, "b": 90}
+    figure.update_layout(template="none", height=130 + height * rows, legend=legend, margin=margin)
     figure.update_layout(paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", font={"color": "#808080"})
     figure.update_xaxes(gridcolor="rgba(128,128,128,.25)", zeroline=False)
     figure.update_yaxes(gridcolor="rgba(128,128,128,.25)", zeroline=False)
@@ -121,7 +121,8 @@ def add_line(
     known = any(trace.name == name for trace in figure.data)  # pyright: ignore[reportAttributeAccessIssue]
     x, y = zip(*extremes(list(points), POINTS), strict=True)
     line = {"color": COLOURS[number % len(COLOURS)], "dash": DASHES[number // len(COLOURS) % len(DASHES)], "width": 1.5}
-    style: dict[str, Any] = {"mode": "lines", "legendgroup": name, "showlegend": not known, "line": line}
+    mode = "lines" if len(x) > 1 else "markers"
+    style: dict[str, Any] = {"mode": mode, "legendgroup": name, "showlegend": not known, "line": line}
     figure.add_scatter(x=x, y=y, name=name, row=row, col=column, **{**style, **more})
 
 

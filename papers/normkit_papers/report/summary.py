@@ -1,8 +1,9 @@
 """The table of runs, with means over seeds, and the conclusions from it."""
 
 import math
+import statistics
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from normkit._util import align
@@ -12,12 +13,14 @@ from normkit_papers.tasks import METRICS, Metric
 
 WIDTH = 120
 KINDS = {
-    "beam": "beam search",
     "running": "greedy",
     "calibrated": "greedy, calibrated",
     "folded": "greedy, folded",
+    "beam": "beam search",
 }
-"""Kinds of scores in the order of the columns; "greedy" also stands for scores without a search."""
+"""Kinds of scores in the order of the columns; those to compare stand together."""
+NOTHING = {"seeds": "1", "status": "done"}
+"""Cells that say nothing; a column of these alone is left out, and one of dashes."""
 
 
 class Group(NamedTuple):
@@ -62,26 +65,31 @@ def main_metric(members: Sequence[Group]) -> Metric | None:
 
 
 def cells(members: Sequence[Group]) -> list[list[str]]:
-    """Format the table of one task: a heading, then a row for each group; empty columns are left out."""
+    """Format the table of one task: a heading, then a row for each group; columns that say nothing are left out."""
     wanted = [
         (metric, kind)
         for metric in METRICS
         for kind in KINDS
         if any(group.values(kind, metric) for group in members) and (metric.key != "loss" or kind == "running")
     ]
-    head = ["norm", "seeds", *(f"{metric.name} {KINDS[kind]}" for metric, kind in wanted)]
-    lines = [[*head, "folds", "parameters", "minutes", "status"]]
-    for group in members:
-        scores = [_number(group, kind, metric) for metric, kind in wanted]
-        first, minutes = group.results[0], interval([(r["seconds"].get("train") or 0) / 60 for r in group.results])[0]
-        ended = [result["status"] for result in group.results if result["status"] != "done"]
-        status = (
-            f"{len(ended)} of {len(group.results)} {ended[0]}" if ended and len(group.results) > 1 else ended or "done"
-        )
-        status = status[0] if isinstance(status, list) else status
-        row = [group.label, str(len(group.results)), *scores, group.fold("foldable") or "-"]
-        lines.append([*row, f"{first['parameters']:,}", f"{minutes:.1f}", status])
-    return lines
+    first = dict(reversed(wanted))
+    scores = [f"{metric.name} {KINDS[kind]}" if first[metric] == kind else KINDS[kind] for metric, kind in wanted]
+    heads = ["norm", "seeds", *scores, "folds", "parameters", "minutes", "status"]
+    lines = [list(_row(group, wanted)) for group in members]
+    told = [any(line[place] != NOTHING.get(head, "-") for line in lines) for place, head in enumerate(heads)]
+    return [[cell for cell, is_told in zip(line, told, strict=True) if is_told] for line in (heads, *lines)]
+
+
+def _row(group: Group, wanted: Sequence[tuple[Metric, str]]) -> Iterator[str]:
+    yield group.label
+    yield str(len(group.results))
+    yield from (_number(group, kind, metric) for metric, kind in wanted)
+    yield group.fold("foldable") or "-"
+    yield f"{group.results[0]['parameters']:,}"
+    yield f"{statistics.fmean((result['seconds'].get('train') or 0) / 60 for result in group.results):.1f}"
+    ended = [result["status"] for result in group.results if result["status"] != "done"]
+    several = f"{len(ended)} of {len(group.results)} " if len(group.results) > 1 else ""
+    yield f"{several}{ended[0]}" if ended else "done"
 
 
 def _number(group: Group, kind: str, metric: Metric) -> str:
@@ -96,12 +104,7 @@ def text(results: Results) -> str:
     parts = []
     for kind, members in groups(results).items():
         lines = cells(members)
-        short = [[cell.replace("greedy, ", "") for cell in line] for line in lines]
-        parts += [kind, align(short, right=range(1, len(lines[0]) - 1), heads=1)]
-        if any("beam" in head for head in lines[0]) and short != lines:
-            parts.append(
-                '"calibrated" and "folded" search greedily: compare them with "greedy", not with "beam search".'
-            )
+        parts += [kind, align(lines, right=range(1, len(lines[0])), heads=1)]
         parts.append("\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in sentences(members)))
     return "\n\n".join(parts)
 
@@ -117,11 +120,12 @@ def sentences(members: Sequence[Group]) -> list[str]:
     scored = [group for group in members if group.values("running", metric)]
     kind = "beam" if all(group.values("beam", metric) for group in scored) else "running"
     best = max(scored, key=lambda group: metric.better * interval(group.values(kind, metric))[0])
-    level = [group.label for group in scored if group is not best and is_level(best, group, kind, metric)]
+    others = [f"{group.label} {_behind(best, group, kind, metric)}" for group in scored if group is not best]
     found = [
-        f"Best by {metric.name} ({KINDS[kind]}): {best.label}, {_number(best, kind, metric)}; ± is a 95 % interval of "
+        f"Best by {metric.name} ({KINDS[kind]}, {'more' if metric.better > 0 else 'less'} is better): {best.label}, "
+        f"{_number(best, kind, metric)}; ± is a 95 % interval of "
         + ("the mean over seeds." if len(best.results) > 1 else "the sampling error of the test set, not of training.")
-        + (f" Level with it: {', '.join(level)}." if level else "")
+        + (f" Behind it: {', '.join(others)}." if others else "")
     ]
     for group in scored:
         running, calibrated = (group.values(each, metric) for each in ("running", "calibrated"))
@@ -141,13 +145,16 @@ def sentences(members: Sequence[Group]) -> list[str]:
     return found
 
 
-def is_level(a: Group, b: Group, kind: str, metric: Metric) -> bool:
-    """Return True if the 95 % interval of the difference of two groups contains 0, or is not known."""
+def difference_of(a: Group, b: Group, kind: str, metric: Metric) -> tuple[float, float]:
+    """How far group `a` is ahead of `b`, and half the 95 % interval; nan if it is not known."""
     first, second = a.values(kind, metric), b.values(kind, metric)
     less, half = difference(first, second)
-    if math.isnan(half):
-        half = math.hypot(a.error(kind, metric), b.error(kind, metric))
-    return not abs(less) > half
+    return metric.better * less, math.hypot(a.error(kind, metric), b.error(kind, metric)) if math.isnan(half) else half
+
+
+def _behind(best: Group, group: Group, kind: str, metric: Metric) -> str:
+    less, half = difference_of(best, group, kind, metric)
+    return f"by {less:.2f}" + ("" if math.isnan(half) else f" ± {half:.2f}{' (level)' if less <= half else ''}")
 
 
 def _times(group: Group, members: Sequence[Group]) -> list[str]:
