@@ -54,13 +54,13 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of single configurations
     "funnel": {"block_sizes": [1, 1]},
     "xmod": {"default_language": "en_XX"},
     "donut-swin": {"image_size": 56, "depths": [1, 1], "num_heads": [2, 2]},
-    "mixtral": {"num_local_experts": 128},
+    "mixtral": {"num_local_experts": 8},
     "gpt_oss": {"num_local_experts": 128, "num_experts_per_tok": 4},
     "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8},
-    "olmoe": {"num_experts": 128, "num_experts_per_tok": 8},
-    "deepseek_v3": {"n_routed_experts": 128, "num_experts_per_tok": 8},
+    "olmoe": {"num_experts": 64, "num_experts_per_tok": 8},
+    "deepseek_v3": {"n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4},
 }
-MANY_EXPERTS = ("mixtral", "gpt_oss", "qwen3_moe", "olmoe", "deepseek_v3")  # on 8 sequences of 64 tokens
+REAL_EXPERTS = ("mixtral", "gpt_oss", "qwen3_moe", "olmoe", "deepseek_v3")  # on 8 sequences of 64 tokens
 SKIP = {"funnel": {"num_hidden_layers"}, "prophetnet": {"num_hidden_layers"}, "gemma4_text": {"head_dim"}}  # fmt: skip
 
 CAUSAL = (
@@ -74,7 +74,7 @@ CAUSAL = (
     "opt pegasus persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3_5_text qwen3_moe qwen3_next recurrent_gemma rwkv seed_oss "
     "smollm3 solar_open stablelm starcoder2 vaultgemma xglm xlstm youtu zamba2"
 ).split()
-GAINS = (  # whose gains alone are folded, too, as before rotation and quantization
+FOLDED = (  # whose gains alone are folded, too, as before rotation and quantization
     "bloom cohere deepseek_v3 falcon gemma gemma2 gemma3_text gpt2 gpt_neox gpt_oss llama mamba2 mistral mixtral "
     "nemotron olmo2 olmoe opt phi3 qwen2 qwen3 qwen3_moe starcoder2"
 ).split()
@@ -114,7 +114,7 @@ TORCHVISION = (
 ).split()
 
 
-def _configuration(kind: str, skip: set[str]) -> Any:
+def _configuration(kind: str, skip: set[str], more: dict[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
 
     default = CONFIG_MAPPING[kind]()
@@ -129,16 +129,21 @@ def _configuration(kind: str, skip: set[str]) -> Any:
         and hasattr(default, key)
         and (type(getattr(default, key)) is int or (getattr(default, key) is None and key not in optional))
     }
-    return CONFIG_MAPPING[kind](**{**sizes, "attn_implementation": "eager", **OPTIONS.get(kind, {})})
+    options = {**OPTIONS.get(kind, {}), **more}
+    config = CONFIG_MAPPING[kind](**{**sizes, "attn_implementation": "eager", **options})
+    for key, value in options.items():  # a size of another name may have replaced it
+        if getattr(config, key) != value:
+            setattr(config, key, value)
+    return config
 
 
-def _transformers(kind: str, mapping: str, pictures: bool = False) -> nn.Module:
+def _transformers(kind: str, mapping: str, pictures: bool = False, **more: Any) -> nn.Module:
     import transformers
     from transformers.models.auto import modeling_auto
 
     name = getattr(modeling_auto, mapping).get(kind)
     name = name if isinstance(name, str | None) else name[0]
-    config = _configuration(kind, PICTURES if pictures else set())
+    config = _configuration(kind, PICTURES if pictures else set(), more)
     torch.manual_seed(0)
     model = getattr(transformers, name or CLASSES[kind])(config)
     for place, module in model.named_modules() if kind == "nanochat" else ():
@@ -176,14 +181,14 @@ def _reach_all_experts(model: nn.Module) -> None:
             nn.init.normal_(tensor, generator=generator)
 
 
-def _text(kind: str, mapping: str) -> Case:
-    model = _transformers(kind, mapping)
+def _text(kind: str, mapping: str, **more: Any) -> Case:
+    model = _transformers(kind, mapping, **more)
     takes = inspect.signature(model.forward).parameters
     rows = 2
     if any(getattr(model.config, name, None) for name in EXPERTS):
         rows = 16
         _reach_all_experts(model)
-    rows, length = (8, 64) if kind in MANY_EXPERTS else (rows, 7)
+    rows, length = (8, 64) if kind in REAL_EXPERTS else (rows, 7)
     kwargs: dict[str, Any] = {"input_ids": tokens(rows, length), "attention_mask": padding(rows, length)}
     if mapping == "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES":
         kwargs |= {"decoder_input_ids": tokens(rows, 5, seed=3), "decoder_attention_mask": padding(rows, 5)}
@@ -220,11 +225,14 @@ def _torchvision(name: str) -> Case:
     return Case(randomize(torchvision.models.get_model(name, num_classes=7)).eval(), (pixels(2, 3, 64, 64),), {})
 
 
+MANY = "transformers mixtral, 128 experts"
+GAINS = (*(f"transformers {kind}" for kind in FOLDED), MANY)
 CASES: dict[str, Callable[[], Case]] = {
     **{
         f"transformers {kind}": partial(_text, kind, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
-        for kind in dict.fromkeys([*CAUSAL, *GAINS])
+        for kind in dict.fromkeys([*CAUSAL, *FOLDED])
     },
+    MANY: partial(_text, "mixtral", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", num_local_experts=128),
     **{f"transformers {kind}": partial(_text, kind, "MODEL_FOR_MASKED_LM_MAPPING_NAMES") for kind in MASKED},
     **{f"transformers {kind}": partial(_text, kind, "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES") for kind in PAIRS},
     **{f"transformers {kind}": partial(_image, kind) for kind in IMAGES},
