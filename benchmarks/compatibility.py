@@ -22,7 +22,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import architectures
-import diffusers_models
 from normkit_papers.models.config import Model
 from normkit_papers.models.lm import DecoderLM
 from normkit_papers.models.mt import Seq2Seq
@@ -62,7 +61,6 @@ OWN = {
     "own_vit": lambda: Case(randomize(TinyViT(_config(), 8, 4, 1, 5)).eval(), (pixels(3, 1, 8, 8),), {}),
 }
 ZOO = {**CASES, **OWN}
-FURTHER = {**architectures.CASES, **diffusers_models.CASES}
 
 
 @contextlib.contextmanager
@@ -118,7 +116,7 @@ def further(name: str) -> dict[str, object]:
     """One further architecture, converted to `un`."""
     row: dict[str, object] = {}
     try:
-        case = FURTHER[name]()
+        case = architectures.CASES[name]()
         row["found"] = len(find(case.model))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -172,17 +170,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "compatibility.csv")
     parser.add_argument("--only", nargs="+", default=[], help="names of models, such as bert or 'timm resnet18'")
     given = parser.parse_args()
-    if unknown := [name for name in given.only if name not in (*ZOO, *FURTHER)]:
+    if unknown := [name for name in given.only if name not in (*ZOO, *architectures.CASES)]:
         parser.error(f"no model is called {unknown[0]!r}; give a name such as bert or 'timm resnet18'")
     lines = given.out.read_text(encoding="utf8").splitlines() if given.out.exists() else []
     done = {row["model"] for row in csv.DictReader(lines)}
-    for name in given.only or [name for name in (*ZOO, *FURTHER) if name not in done]:
+    for name in given.only or [name for name in (*ZOO, *architectures.CASES) if name not in done]:
         if name in ZOO and missing(name):
             print(f"{name}: {missing(name)} is not installed", flush=True)
             continue
         rows = zoo(name) if name in ZOO else {"un": further(name)}
         if name in architectures.GAINS:
-            rows["gains"] = folded(FURTHER[name](), ONLINE[0], keep=True)
+            rows["gains"] = folded(architectures.CASES[name](), ONLINE[0], keep=True)
         made = [{"model": name, "spec": spec, "commit": commit(), **row} for spec, row in rows.items()]
         print(name, *(f"{spec}: {row.get('gone', row.get('failed'))}" for spec, row in rows.items()), flush=True)
         keep(given.out, COLUMNS, ("model", "spec"), made)
