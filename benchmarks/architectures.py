@@ -1,4 +1,4 @@
-"""Tiny models of transformers, timm and torchvision for the compatibility page.
+"""Tiny models of transformers, timm, torchvision and diffusers for the benchmark of compatibility.
 
 They have random weights, gains, biases and statistics. `CASES` maps a name to a function that builds the case.
 """
@@ -54,13 +54,13 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of single configurations
     "funnel": {"block_sizes": [1, 1]},
     "xmod": {"default_language": "en_XX"},
     "donut-swin": {"image_size": 56, "depths": [1, 1], "num_heads": [2, 2]},
-    "mixtral": {"num_local_experts": 128},
+    "mixtral": {"num_local_experts": 8},
     "gpt_oss": {"num_local_experts": 128, "num_experts_per_tok": 4},
     "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8},
-    "olmoe": {"num_experts": 128, "num_experts_per_tok": 8},
-    "deepseek_v3": {"n_routed_experts": 128, "num_experts_per_tok": 8},
+    "olmoe": {"num_experts": 64, "num_experts_per_tok": 8},
+    "deepseek_v3": {"n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4},
 }
-MANY_EXPERTS = ("mixtral", "gpt_oss", "qwen3_moe", "olmoe", "deepseek_v3")  # on 8 sequences of 64 tokens
+REAL_EXPERTS = ("mixtral", "gpt_oss", "qwen3_moe", "olmoe", "deepseek_v3")  # on 8 sequences of 64 tokens
 SKIP = {"funnel": {"num_hidden_layers"}, "prophetnet": {"num_hidden_layers"}, "gemma4_text": {"head_dim"}}  # fmt: skip
 
 CAUSAL = (
@@ -74,7 +74,7 @@ CAUSAL = (
     "opt pegasus persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3_5_text qwen3_moe qwen3_next recurrent_gemma rwkv seed_oss "
     "smollm3 solar_open stablelm starcoder2 vaultgemma xglm xlstm youtu zamba2"
 ).split()
-GAINS = (  # whose gains alone are folded, too, as before rotation and quantization
+FOLDED = (  # whose gains alone are folded, too, as before rotation and quantization
     "bloom cohere deepseek_v3 falcon gemma gemma2 gemma3_text gpt2 gpt_neox gpt_oss llama mamba2 mistral mixtral "
     "nemotron olmo2 olmoe opt phi3 qwen2 qwen3 qwen3_moe starcoder2"
 ).split()
@@ -114,7 +114,7 @@ TORCHVISION = (
 ).split()
 
 
-def _configuration(kind: str, skip: set[str]) -> Any:
+def _configuration(kind: str, skip: set[str], more: dict[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
 
     default = CONFIG_MAPPING[kind]()
@@ -129,16 +129,21 @@ def _configuration(kind: str, skip: set[str]) -> Any:
         and hasattr(default, key)
         and (type(getattr(default, key)) is int or (getattr(default, key) is None and key not in optional))
     }
-    return CONFIG_MAPPING[kind](**{**sizes, "attn_implementation": "eager", **OPTIONS.get(kind, {})})
+    options = {**OPTIONS.get(kind, {}), **more}
+    config = CONFIG_MAPPING[kind](**{**sizes, "attn_implementation": "eager", **options})
+    for key, value in options.items():  # a size of another name may have replaced it
+        if getattr(config, key) != value:
+            setattr(config, key, value)
+    return config
 
 
-def _transformers(kind: str, mapping: str, pictures: bool = False) -> nn.Module:
+def _transformers(kind: str, mapping: str, pictures: bool = False, **more: Any) -> nn.Module:
     import transformers
     from transformers.models.auto import modeling_auto
 
     name = getattr(modeling_auto, mapping).get(kind)
     name = name if isinstance(name, str | None) else name[0]
-    config = _configuration(kind, PICTURES if pictures else set())
+    config = _configuration(kind, PICTURES if pictures else set(), more)
     torch.manual_seed(0)
     model = getattr(transformers, name or CLASSES[kind])(config)
     for place, module in model.named_modules() if kind == "nanochat" else ():
@@ -176,14 +181,14 @@ def _reach_all_experts(model: nn.Module) -> None:
             nn.init.normal_(tensor, generator=generator)
 
 
-def _text(kind: str, mapping: str) -> Case:
-    model = _transformers(kind, mapping)
+def _text(kind: str, mapping: str, **more: Any) -> Case:
+    model = _transformers(kind, mapping, **more)
     takes = inspect.signature(model.forward).parameters
     rows = 2
     if any(getattr(model.config, name, None) for name in EXPERTS):
         rows = 16
         _reach_all_experts(model)
-    rows, length = (8, 64) if kind in MANY_EXPERTS else (rows, 7)
+    rows, length = (8, 64) if kind in REAL_EXPERTS else (rows, 7)
     kwargs: dict[str, Any] = {"input_ids": tokens(rows, length), "attention_mask": padding(rows, length)}
     if mapping == "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES":
         kwargs |= {"decoder_input_ids": tokens(rows, 5, seed=3), "decoder_attention_mask": padding(rows, 5)}
@@ -220,14 +225,99 @@ def _torchvision(name: str) -> Case:
     return Case(randomize(torchvision.models.get_model(name, num_classes=7)).eval(), (pixels(2, 3, 64, 64),), {})
 
 
+HEADS = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "in_channels": 4, "out_channels": 4}
+IMAGE, VIDEO, TOKENS = (2, 4, 8, 8), (2, 4, 3, 8, 8), (2, 16, 4)
+STEPS = torch.tensor([3, 500])
+
+
+def _prompt(width: int = 24) -> Tensor:
+    return torch.randn(2, 7, width, generator=torch.Generator().manual_seed(3))
+
+
+def _pooled(width: int) -> Tensor:
+    return torch.randn(2, width, generator=torch.Generator().manual_seed(4))
+
+
+DIFFUSERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name: class, options, arguments of a call
+    "DiT": ("DiTTransformer2DModel", {**HEADS, "sample_size": 8, "num_embeds_ada_norm": 1000},
+            {"hidden_states": pixels(*IMAGE), "timestep": STEPS, "class_labels": torch.tensor([1, 2])}),
+    "PixArt": ("PixArtTransformer2DModel",
+               {**HEADS, "sample_size": 8, "cross_attention_dim": 32, "caption_channels": 24,
+                "use_additional_conditions": False},
+               {"hidden_states": pixels(*IMAGE), "timestep": STEPS, "encoder_hidden_states": _prompt(),
+                "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}),
+    "Sana": ("SanaTransformer2DModel",
+             {**HEADS, "num_cross_attention_heads": 2, "cross_attention_head_dim": 16, "cross_attention_dim": 32,
+              "caption_channels": 24, "sample_size": 8},
+             {"hidden_states": pixels(*IMAGE), "timestep": STEPS, "encoder_hidden_states": _prompt()}),
+    "Stable Diffusion 3": ("SD3Transformer2DModel",
+                           {**HEADS, "sample_size": 8, "joint_attention_dim": 24, "caption_projection_dim": 32,
+                            "pooled_projection_dim": 20, "pos_embed_max_size": 16},
+                           {"hidden_states": pixels(*IMAGE), "timestep": STEPS, "encoder_hidden_states": _prompt(),
+                            "pooled_projections": _pooled(20)}),
+    "AuraFlow": ("AuraFlowTransformer2DModel",
+                 {**{key: value for key, value in HEADS.items() if key != "num_layers"}, "sample_size": 8,
+                  "num_mmdit_layers": 1, "num_single_dit_layers": 1, "joint_attention_dim": 24,
+                  "caption_projection_dim": 32, "pos_embed_max_size": 16},
+                 {"hidden_states": pixels(*IMAGE), "timestep": STEPS / 1000, "encoder_hidden_states": _prompt()}),
+    "FLUX": ("FluxTransformer2DModel",
+             {**HEADS, "patch_size": 1, "num_layers": 1, "num_single_layers": 1, "joint_attention_dim": 24,
+              "pooled_projection_dim": 20, "axes_dims_rope": (4, 4, 8)},
+             {"hidden_states": pixels(*TOKENS), "timestep": STEPS / 1000, "encoder_hidden_states": _prompt(),
+              "pooled_projections": _pooled(20), "img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(7, 3)}),
+    "Qwen-Image": ("QwenImageTransformer2DModel",
+                   {**HEADS, "in_channels": 16, "joint_attention_dim": 24, "axes_dims_rope": (4, 6, 6)},
+                   {"hidden_states": pixels(2, 16, 16), "timestep": STEPS / 1000, "encoder_hidden_states": _prompt(),
+                    "encoder_hidden_states_mask": torch.ones(2, 7, dtype=torch.long),
+                    "img_shapes": [[(1, 4, 4)], [(1, 4, 4)]]}),
+    "Lumina 2": ("Lumina2Transformer2DModel",
+                 {"sample_size": 8, "in_channels": 4, "hidden_size": 32, "num_layers": 1, "num_refiner_layers": 1,
+                  "num_attention_heads": 2, "num_kv_heads": 1, "multiple_of": 16, "axes_dim_rope": (4, 6, 6),
+                  "axes_lens": (20, 20, 20), "cap_feat_dim": 24},
+                 {"hidden_states": pixels(*IMAGE), "timestep": STEPS / 1000, "encoder_hidden_states": _prompt(),
+                  "encoder_attention_mask": torch.ones(2, 7, dtype=torch.bool)}),
+    "Wan": ("WanTransformer3DModel",
+            {**HEADS, "text_dim": 24, "freq_dim": 16, "ffn_dim": 32, "rope_max_seq_len": 32},
+            {"hidden_states": pixels(*VIDEO), "timestep": STEPS, "encoder_hidden_states": _prompt()}),
+    "LTX-Video": ("LTXVideoTransformer3DModel", {**HEADS, "cross_attention_dim": 32, "caption_channels": 24},
+                  {"hidden_states": pixels(*TOKENS), "timestep": STEPS, "encoder_hidden_states": _prompt(),
+                   "encoder_attention_mask": torch.ones(2, 7), "num_frames": 1, "height": 4, "width": 4}),
+    "CogVideoX": ("CogVideoXTransformer3DModel",
+                  {**HEADS, "time_embed_dim": 8, "text_embed_dim": 24, "sample_width": 8, "sample_height": 8,
+                   "sample_frames": 9, "max_text_seq_length": 7},
+                  {"hidden_states": pixels(2, 3, 4, 8, 8), "timestep": STEPS, "encoder_hidden_states": _prompt()}),
+    "Stable Audio": ("StableAudioDiTModel",
+                     {**HEADS, "sample_size": 8, "num_key_value_attention_heads": 2, "cross_attention_dim": 32,
+                      "time_proj_dim": 16, "global_states_input_dim": 20, "cross_attention_input_dim": 24},
+                     {"hidden_states": pixels(2, 4, 8), "timestep": STEPS / 1000, "encoder_hidden_states": _prompt(),
+                      "global_hidden_states": _pooled(20)[:, None]}),
+}  # fmt: skip
+
+
+def _diffusers(name: str) -> Case:
+    import diffusers
+
+    kind, options, kwargs = DIFFUSERS[name]
+    torch.manual_seed(0)
+    model = getattr(diffusers, kind)(**options)
+    for p in model.parameters():  # modulations begin at zero
+        if p.dim() > 1 and not p.any():
+            torch.nn.init.normal_(p, std=0.1)
+    return Case(randomize(model).eval(), (), kwargs, None, lambda out: out.sample)
+
+
+MANY = "transformers mixtral, 128 experts"
+GAINS = (*(f"transformers {kind}" for kind in FOLDED), MANY)
 CASES: dict[str, Callable[[], Case]] = {
     **{
         f"transformers {kind}": partial(_text, kind, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
-        for kind in dict.fromkeys([*CAUSAL, *GAINS])
+        for kind in dict.fromkeys([*CAUSAL, *FOLDED])
     },
+    MANY: partial(_text, "mixtral", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", num_local_experts=128),
     **{f"transformers {kind}": partial(_text, kind, "MODEL_FOR_MASKED_LM_MAPPING_NAMES") for kind in MASKED},
     **{f"transformers {kind}": partial(_text, kind, "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES") for kind in PAIRS},
     **{f"transformers {kind}": partial(_image, kind) for kind in IMAGES},
     **{f"timm {name}": partial(_timm, name) for name in TIMM},
     **{f"torchvision {name}": partial(_torchvision, name) for name in TORCHVISION},
+    **{f"diffusers {name}": partial(_diffusers, name) for name in DIFFUSERS},
 }

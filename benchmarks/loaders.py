@@ -5,9 +5,9 @@
     PYTHONPATH=/tmp/transformers-4.57 python benchmarks/loaders.py /tmp/zoo
 
 The first command writes the tiny models of tests/test_checkpoints.py to /tmp/zoo/NAME/model; a real one can be put
-beside them. The second folds each to /tmp/zoo/NAME/folded; `--untie` gives output layers weights of their own. The
-third writes a row for each to benchmarks/results/loaders.csv: keys that are missing or unexpected, the largest
-difference of a logit relative to the largest logit, and whether 16 greedy tokens are the same.
+beside them. The second folds each to /tmp/zoo/NAME/folded, and tied ones to /tmp/zoo/NAME/untied, too. The third writes
+a row for each result to benchmarks/results/loaders.csv: keys that are missing or unexpected, the largest difference of
+a logit relative to the largest logit, and whether 16 greedy tokens are the same.
 """
 
 import argparse
@@ -27,7 +27,9 @@ load_torchvision()
 import transformers  # noqa: E402 (after what it looks for)
 
 RESULTS = Path(__file__).parent / "results" / "loaders.csv"
-COLUMNS = ("model", "transformers", "dtype", "missing", "unexpected", "difference", "same_text", "torch", "commit")
+COLUMNS = (
+    "model", "result", "transformers", "dtype", "missing", "unexpected", "difference", "same_text", "torch", "commit",
+)  # fmt: skip
 
 
 def make(root: Path) -> None:
@@ -38,13 +40,15 @@ def make(root: Path) -> None:
         model_of(name).save_pretrained(root / name / "model", max_shard_size="8KB")
 
 
-def fold(root: Path, untie: bool) -> None:
-    """Fold each model."""
+def fold(root: Path) -> None:
+    """Fold each model, with its output layer tied and not."""
     from normkit.fold.folders import fold_dir
 
     for folder in sorted(root.iterdir()):
-        shutil.rmtree(folder / "folded", ignore_errors=True)
-        fold_dir(folder / "model", folder / "folded", untie)
+        tied = transformers.AutoConfig.from_pretrained(folder / "model").tie_word_embeddings
+        for name in ("folded", "untied") if tied else ("folded",):
+            shutil.rmtree(folder / name, ignore_errors=True)
+            fold_dir(folder / "model", folder / name, untie=name == "untied")
 
 
 def opened(folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -58,10 +62,13 @@ DTYPE = "torch_dtype" if transformers.__version__.startswith("4.") else "dtype"
 
 
 @torch.no_grad()
-def compare(folder: Path) -> dict[str, Any]:
+def compare(folder: Path, result: str) -> dict[str, Any]:
     """Open original and result, and compare logits and text."""
-    (original, _), (folded, said) = opened(folder / "model"), opened(folder / "folded")
+    (original, _), (folded, said) = opened(folder / "model"), opened(folder / result)
     ids = torch.randint(3, 48, (2, 12), generator=torch.Generator().manual_seed(0))
+    if (folder / "model" / "tokenizer.json").exists():
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+        ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
     expected, found = (model(input_ids=ids, use_cache=False).logits for model in (original, folded))
     settings: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "use_cache": False}
     texts = [model.generate(ids, attention_mask=torch.ones_like(ids), **settings) for model in (original, folded)]
@@ -81,19 +88,18 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--make", action="store_true", help="write the tiny models")
     parser.add_argument("--fold", action="store_true", help="fold all models of the folder")
-    parser.add_argument("--untie", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     if given.make:
         make(given.folder)
     elif given.fold:
-        fold(given.folder, given.untie)
+        fold(given.folder)
     else:
         about = {"transformers": transformers.__version__, "torch": torch.__version__, "commit": rows.commit()}
-        for folder in sorted(given.folder.iterdir()):
-            row = {"model": folder.name, **compare(folder), **about}
+        for folder in sorted(path for path in given.folder.glob("*/*") if path.name != "model"):
+            row = {"model": folder.parent.name, "result": folder.name, **compare(folder.parent, folder.name), **about}
             print(row, flush=True)
-            rows.keep(given.out, COLUMNS, ("model", "transformers"), [row])
+            rows.keep(given.out, COLUMNS, ("model", "result", "transformers"), [row])
 
 
 if __name__ == "__main__":
