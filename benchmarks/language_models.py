@@ -6,8 +6,8 @@
 
 `--make` writes a checkpoint with random weights first, if there is none. Each run has a process of its own. Rows go to
 benchmarks/results/language_models.csv: the peak resident set, what stays resident after a function of Python, whose
-result is dropped, and the seconds. Bounds of `normkit fold` are a copy of the files, written to the disk, and a forward
-of a short example by transformers alone.
+result is dropped, the seconds, and those of a forward of the same example. Bounds of `normkit fold` are a copy of the
+files, written to the disk, and a forward of a short example by transformers alone.
 """
 
 import argparse
@@ -35,7 +35,7 @@ SIZES: dict[str, dict[str, Any]] = {
              "num_attention_heads": 12, "dtype": "float32"},  # Pythia, 160M
 }  # fmt: skip
 SHARD = 2 << 30  # bytes
-RUNS = ("normkit fold", "normkit audit", "fold()", "to_rms()")
+RUNS = ("normkit fold", "normkit audit", "fold()", "fold() bfloat16", "to_rms()")
 COLUMNS = (
     "model", "run", "files_gb", "peak_gb", "stays_gb", "seconds", "copy_s", "forward_s", "limit_s", "device", "threads",
     "torch", "commit", "command",
@@ -92,17 +92,21 @@ def forward(folder: Path) -> dict[str, float]:
 
 
 def in_python(folder: Path, run: str) -> dict[str, float]:
-    """Measure a function on a model in float32, without the loading."""
+    """Measure a function on a model in float32 or bfloat16, without the loading."""
     import torch
 
     import normkit
     from normkit.fold.folders import example_for
     from normkit.models.huggingface import load_pretrained
 
-    model = load_pretrained(folder).float()
+    run, _, dtype = run.partition("() ")
+    model = load_pretrained(folder).to(getattr(torch, dtype or "float32"))
     example = example_for(model)
     with torch.no_grad():
         model(example["input_ids"])
+        start = time.perf_counter()
+        model(example["input_ids"])
+        forward = time.perf_counter() - start
     gc.collect()
     gc.disable()  # what only the garbage collector frees counts
     held = _resident()
@@ -112,7 +116,13 @@ def in_python(folder: Path, run: str) -> dict[str, float]:
     seconds, peak = time.perf_counter() - start, _status("VmHWM")
     del result
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    return {"files_gb": size / 1e9, "peak_gb": peak, "stays_gb": _resident() - held, "seconds": seconds}
+    return {
+        "files_gb": size / 1e9,
+        "peak_gb": peak,
+        "stays_gb": _resident() - held,
+        "seconds": seconds,
+        "forward_s": forward,
+    }
 
 
 def _resident() -> float:
@@ -186,8 +196,8 @@ def main() -> None:
         if run == "normkit fold":
             row |= measured(args.folder, "copy") | measured(args.folder, "forward")
             row["limit_s"] = 5 * row["copy_s"] + 2 * row["forward_s"]
-        row |= measured(args.folder, "in_python" if run.endswith("()") else "command", run)
-        row = {key: round(value, 2) for key, value in row.items()}
+        row |= measured(args.folder, "in_python" if "()" in run else "command", run)
+        row = {key: round(value, 3) for key, value in row.items()}
         about = {"device": rows.processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
         shown = f"python benchmarks/{Path(__file__).name} {args.folder.name}"
         shown += f" --make {args.make}" * bool(args.make) + f" --runs {shlex.quote(run)}"

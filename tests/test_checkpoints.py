@@ -16,9 +16,9 @@ from torchvision_stub import load_torchvision
 
 from normkit.cli import main
 from normkit.fold import fold
-from normkit.fold.checkpoints import Checkpoint, doubtful_gains
+from normkit.fold.checkpoints import Checkpoint, Stored, doubtful_gains
 from normkit.fold.folders import audit_dir, fold_dir
-from normkit.models.lazy import Lazy
+from normkit.models import lazy
 
 load_torchvision()  # before transformers looks for it
 T = pytest.importorskip("transformers")
@@ -82,8 +82,11 @@ def error(model, other):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("untie", [False, True])
-def test_the_same_architecture_comes_out(name, untie, tmp_path):
+def test_the_same_architecture_comes_out(name, untie, tmp_path, monkeypatch):
     _, gains, biases = CASES[name]
+    if not untie:  # weights are read where they are used, in parts
+        monkeypatch.setattr(lazy, "SMALL", 48)
+        monkeypatch.setattr(lazy, "BLOCK", 64)
     model = model_of(name)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     if untie and not tied:
@@ -202,22 +205,28 @@ def test_the_language_model_of_a_model_for_images_folds_with_a_text_prompt(name,
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_large_weights_are_read_in_parts_and_never_held(tmp_path, monkeypatch):
+def test_large_weights_are_read_in_parts_three_times_and_never_held(tmp_path, monkeypatch):
     size = {**GROUPED, "vocab_size": 70_000, "hidden_size": 64}
     model = T.LlamaForCausalLM(T.LlamaConfig(**size)).eval()
     nn.init.uniform_(model.model.norm.weight, 0.5, 1.5)
     model.save_pretrained(tmp_path / "model")
-    largest, numbers = 0, Lazy.numbers
-
-    def counted(self, rows=slice(None)):
-        nonlocal largest
-        largest = max(largest, (read := numbers(self, rows)).numel())
-        return read
-
-    monkeypatch.setattr(Lazy, "numbers", counted)
+    sizes, read = [], Stored.read
+    monkeypatch.setattr(Stored, "read", lambda self, rows: (sizes.append((t := read(self, rows)).numel()), t)[1])
     report = fold_dir(tmp_path / "model", tmp_path / "folded")
     assert report.count("gain folded") == 1
-    assert largest <= 1 << 22 < 70_000 * 64
+    assert max(sizes) <= 1 << 20 < 70_000 * 64
+    assert sum(sizes) < 3.1 * sum(p.numel() for p in model.parameters())  # for the comparison, to write, and back
+    sizes.clear()
+    assert audit_dir(tmp_path / "model")[0].count("gain folded") == 1
+    assert sum(sizes) < 0.1 * sum(p.numel() for p in model.parameters())
+
+
+def test_what_was_written_is_compared_too(sharded, tmp_path, monkeypatch):
+    rounded = sys.modules["normkit.fold.checkpoints"]._rounded
+    monkeypatch.setattr(sys.modules["normkit.fold.checkpoints"], "_rounded", lambda new, *of: rounded(1.01 * new, *of))
+    with pytest.raises(RuntimeError, match="was not written"):
+        fold_dir(sharded, tmp_path / "folded")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_nothing_is_left_after_folding():

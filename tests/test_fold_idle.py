@@ -241,18 +241,6 @@ def test_a_layer_that_later_calls_apply_to_other_rows_keeps_the_norm():
     assert "a.weight is also read by aten.addmm, which had no rows in the example" in why
 
 
-def test_padding_that_only_shorter_sequences_have_keeps_the_norm():
-    def zeros_at_the_end(y, a, b, lengths):
-        y = y.clone()
-        for row, length in zip(y, lengths.tolist(), strict=True):
-            row[length:] = 0
-        return a(y) + b(y)
-
-    x = torch.randn(2, 5, DIM)
-    model = Two(zeros_at_the_end)
-    both_agree_on(model, (x, torch.tensor([5, 5])), (x, torch.tensor([5, 3])), "multiply-add")
-
-
 def test_a_row_of_an_embedding_that_only_later_calls_put_into_a_stream():
     class Words(nn.Module):
         def __init__(self):

@@ -23,6 +23,10 @@ class Passed(nn.Module):
 
 
 HOW = {
+    "a sum": lambda y, z, x: y.flip(0) + y,
+    "a sum of multiples": lambda y, z, x: y * 3.0 - y.flip(0) / 2,
+    "a mean": lambda y, z, x: y.mean(1),
+    "Python's sum": lambda y, z, x: sum([y, y.flip(0)]),
     "neg": lambda y, z, x: -y,
     "add with a factor": lambda y, z, x: torch.add(z, y, alpha=2),
     "sub with a factor": lambda y, z, x: torch.sub(z, y, alpha=3),

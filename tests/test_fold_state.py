@@ -57,11 +57,6 @@ def test_a_model_that_is_folded_in_inference_mode_can_be_trained():
     assert folded.reader.weight.grad is not None
 
 
-def test_a_lazy_module_is_named():
-    with pytest.raises(ValueError, match=r"no values \(1\.weight\). Call a lazy model once"):
-        fold(nn.Sequential(make("un", 4), nn.LazyLinear(2)).eval(), torch.randn(3, 4))
-
-
 @pytest.mark.parametrize("kind", [dict, UserDict])
 def test_a_batch_of_keywords_is_an_example(kind, tmp_path):
     model, batch = randomize(Read(nn.Linear(DIM, 4))).eval(), kind(x=torch.randn(3, DIM))

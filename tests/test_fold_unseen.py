@@ -16,25 +16,76 @@ from normkit.models.difference import error
 from normkit.models.invoke import Call
 from normkit.norms import make
 
-
-@pytest.mark.parametrize("how", ["masked_fill", "where"])
-def test_a_mask_that_masks_nothing_yet(how):
-    def masked(y, a, b, mask):
-        if how == "where":
-            return a(torch.where(mask[..., None], y, 0.0)) + b(y)
-        return a(y.masked_fill(~mask[..., None], 0.0)) + b(y)
-
-    x, none, some = torch.randn(2, 5, DIM), torch.ones(2, 5, dtype=torch.bool), torch.arange(10).view(2, 5) % 3 > 0
-    both_agree(Two(masked), (x, none), (x, some), "add" if how == "masked_fill" else "multiply-add")
+X, SOME = torch.randn(2, 5, DIM), torch.arange(10).view(2, 5) % 3 == 0
+NONE, LATER_MASK = torch.zeros(2, 5, dtype=torch.bool), torch.arange(10).view(2, 5) > 7
 
 
-@pytest.mark.parametrize("value", [torch.tensor(0.0), torch.tensor(-2.0)])
-def test_a_mask_that_fills_in_a_tensor(value):
-    def masked(y, a, b, mask):
-        return a(y.masked_fill(mask[..., None], value)) + b(y)
+def filled(value):
+    return lambda y, a, b, mask: a(y.masked_fill(mask[..., None], value)) + b(y)
 
-    x, mask = torch.randn(2, 5, DIM), torch.arange(10).view(2, 5) % 3 == 0
-    both_agree(Two(masked), (x, mask), (x, ~mask), "multiply-add")
+
+def zeroed(y, a, b, lengths):
+    y = y.clone()
+    for row, length in zip(y, lengths.tolist(), strict=True):
+        row[length:] = 0
+    return a(y) + b(y)
+
+
+def branch(idle):
+    return lambda y, a, b, mask: a(y) if bool((mask == idle).all()) else a(torch.where((mask == idle)[..., None], y, 0))
+
+
+def clamped(read):
+    return lambda y, a, b: a(y.clamp(-5, 5) if max(read(y.detach().flatten())) > 50 else y) + b(y)
+
+
+LATER = {  # how the norm's output is used, arguments of the example, later ones, what becomes of the norm
+    "a mask that masks nothing yet": (filled(0.0), (X, NONE), (X, SOME), "add"),
+    "where that masks nothing yet": (lambda y, a, b, mask: a(torch.where(mask[..., None], y, 0.0)) + b(y),
+                                     (X, ~NONE), (X, ~SOME), "multiply-add"),
+    "a mask that fills in a tensor of 0": (filled(torch.tensor(0.0)), (X, SOME), (X, ~SOME), "multiply-add"),
+    "a mask that fills in a tensor": (filled(torch.tensor(-2.0)), (X, SOME), (X, ~SOME), "multiply-add"),
+    "a mask that fills in what the norm gives": (
+        lambda y, a, b, mask: a(torch.ones_like(y).masked_fill(mask[..., None], y.mean((0, 1, 2)))) + b(y),
+        (X, SOME), (X, ~SOME), "multiply-add"),
+    "a branch for a mask of ones": (branch(True), (X, ~NONE), (X, ~LATER_MASK), "multiply-add"),
+    "a branch for a mask of zeros": (branch(False), (X, NONE), (X, LATER_MASK), "multiply-add"),
+    "zeros behind shorter sequences": (zeroed, (X, torch.tensor([5, 5])), (X, torch.tensor([5, 3])), "multiply-add"),
+    "a factor": (lambda y, a, b, f: a(y * f) + b(y), (X, torch.tensor(0.5)), (X, torch.tensor(2.5)), "add"),
+    "a factor of 1": (lambda y, a, b, f: a(y * f) + b(y), (X, torch.ones(1)), (X, 3 * torch.ones(1)), "add"),
+    "a factor computed from numbers": (lambda y, a, b, ids: a(y * (ids > 2).any()) + b(y),
+                                       (X, torch.arange(6).view(2, 3)), (X, torch.ones(2, 3, dtype=torch.long)), "add"),
+    "lengths that are all alike": (lambda y, a, b, lengths: a(y / lengths.max().item()) + b(y).mean(),
+                                   (X, torch.tensor([5, 5])), (X, torch.tensor([3, 4])), "add"),
+    "padding by ones at other sizes": (
+        lambda y, a, b: a(F.pad(y, (0, 0, 0, 2 * (y.shape[1] > 9)), value=1.0)) + b(y).sum(),
+        (X,), (torch.randn(2, 12, DIM),), "multiply-add"),
+    "a result in a given tensor": (
+        lambda y, a, b: a(torch.cat([y[:, :1], y], 1, out=y.new_empty(len(y), y.shape[1] + 1, DIM))),
+        (torch.randn(2, 7, DIM),), (X,), "multiply-add"),
+    "a weight whose rows are one row": (lambda y, a, b: F.linear(y, a.weight[:1].expand(4, DIM)).tanh(),
+                                        (torch.randn(2, 7, DIM),), (X,), "multiply-add"),
+    "numbers as a list": (clamped(Tensor.tolist), (X,), (1e3 * X,), "multiply-add"),
+    "numbers as an array": (clamped(Tensor.numpy), (X,), (1e3 * X,), "multiply-add"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_later_inputs_do_with_a_norm(name):
+    how, example, later, action = LATER[name]
+    both_agree_on(Two(how), example, later, action)
+
+
+@pytest.mark.parametrize("kind", ["group", "channels", "token"])
+def test_an_index_may_pick_what_the_example_does_not(kind):
+    def pick(y, a, b, index):
+        if kind == "token":
+            return a(torch.cat([torch.ones_like(y[:, :1]), y], 1)[torch.arange(len(y)), index])
+        return a(y.unflatten(-1, (3, 2))[torch.arange(2), :, index] if kind == "group" else y.index_select(-1, index))
+
+    model, later = Two(pick), {"group": [0, 1], "channels": [3, 5], "token": [0, 1]}[kind]
+    model.a, model.b = nn.Linear(DIM if kind == "token" else 2, 4), None
+    both_agree_on(model, (X, torch.tensor([2, 2])), (X, torch.tensor(later)), "multiply-add")
 
 
 @pytest.mark.parametrize("masked", [0, 5])
@@ -60,21 +111,6 @@ def test_a_mask_that_has_masked_one_of_two_inputs():
     make_norm, make_layer = partial(make, "batch", DIM), partial(nn.Linear, DIM, 4)
     x, mask = torch.randn(2, 6, DIM), torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
     both_agree_on(Modalities(), (x, mask), (x, mask.flip(1)))
-
-
-def test_a_mask_that_fills_in_a_number_computed_from_the_norm():
-    def masked(y, a, b, mask):
-        return a(torch.ones_like(y).masked_fill(mask[..., None], y.mean((0, 1, 2)))) + b(y)
-
-    x, mask = torch.randn(2, 5, DIM), torch.arange(10).view(2, 5) % 3 == 0
-    both_agree(Two(masked), (x, mask), (x, ~mask), "multiply-add")
-
-
-@pytest.mark.parametrize("factor", [torch.tensor(0.5), torch.tensor([1.0])])
-def test_a_factor_that_the_caller_passes_is_not_folded_in(factor):
-    model = Two(lambda y, a, b, f: a(y * f) + b(y))
-    x = torch.randn(2, 5, DIM)
-    both_agree(model, (x, factor), (x, factor + 2), "add")  # a gain passes a factor of any size, a shift does not
 
 
 def test_padding_of_pictures_that_are_not_square():
@@ -148,17 +184,6 @@ def test_sound_is_as_long_as_it_is():
             return self.rows(F.pad(sound, (0, -sound.shape[1] % DIM)).unflatten(1, (-1, DIM)))
 
     both_agree_on(Frames(), (torch.randn(2, 8 * DIM),), (torch.randn(2, 9 * DIM),), "add")
-
-
-@pytest.mark.parametrize("idle", [True, False])
-def test_a_branch_that_only_a_mask_that_masks_takes(idle):
-    def masked(y, a, b, mask):
-        return a(y) if bool((mask == idle).all()) else a(torch.where((mask == idle)[..., None], y, 0.0))
-
-    x, mask = torch.randn(2, 5, DIM), torch.full((2, 5), idle)
-    later = mask.clone()
-    later[1, 3:] = not idle
-    both_agree(Two(masked), (x, mask), (x, later), "multiply-add")
 
 
 def test_constant_inputs_can_be_verified():
@@ -261,30 +286,6 @@ def test_a_norm_with_two_names_that_is_called_with_a_mask():
     assert folded.a(x, mask) is x
 
 
-@pytest.mark.parametrize("kind", ["group", "channels", "token"])
-def test_an_index_may_pick_what_the_example_does_not(kind):
-    def pick(y, a, b, index):
-        if kind == "token":
-            return a(torch.cat([torch.ones_like(y[:, :1]), y], 1)[torch.arange(len(y)), index])
-        return a(y.unflatten(-1, (3, 2))[torch.arange(2), :, index] if kind == "group" else y.index_select(-1, index))
-
-    model, later = Two(pick), {"group": [0, 1], "channels": [3, 5], "token": [0, 1]}[kind]
-    model.a, model.b = nn.Linear(DIM if kind == "token" else 2, 4), None
-    x = torch.randn(2, 5, DIM)
-    both_agree(model, (x, torch.tensor([2, 2])), (x, torch.tensor(later)), "multiply-add")
-
-
-def test_a_factor_that_the_model_computes_from_numbers_is_not_folded_in():
-    model = Two(lambda y, a, b, ids: a(y * (ids > 2).any()) + b(y))
-    x = torch.randn(2, 5, DIM)
-    both_agree(model, (x, torch.arange(6).view(2, 3)), (x, torch.ones(2, 3, dtype=torch.long)), "add")
-
-
-def test_padding_by_ones_that_only_sizes_not_tried_show():
-    model = Two(lambda y, a, b: a(F.pad(y, (0, 0, 0, 2 * (y.shape[1] > 9)), value=1.0)) + b(y).sum())
-    both_agree(model, (torch.randn(2, 5, DIM),), (torch.randn(2, 12, DIM),), "multiply-add")
-
-
 def test_a_view_of_the_bits_of_a_norm_reads_it():
     model = Two(lambda y, a, b: a(y) + b(y) + 1e-9 * (y.view(torch.int32) > 0).sum())
     check(model, torch.randn(2, 5, DIM), actions="multiply-add")
@@ -306,22 +307,6 @@ def test_an_output_that_is_hidden_in_an_object_stays(wrap):
     check(model, torch.randn(2, 5, DIM), actions="folded", outputs=lambda out: out[0])
 
 
-def test_a_result_that_is_written_into_a_given_tensor():
-    def into(y, a, b):
-        return a(torch.cat([y[:, :1], y], 1, out=y.new_empty(len(y), y.shape[1] + 1, DIM)))
-
-    why = both_agree(Two(into), (torch.randn(2, 7, DIM),), (torch.randn(2, 5, DIM),), "multiply-add")
-    assert why.startswith("read by aten.cat")
-
-
-def test_a_weight_whose_rows_are_one_row():
-    why = both_agree(
-        Two(lambda y, a, b: F.linear(y, a.weight[:1].expand(4, DIM)).tanh()),
-        (torch.randn(2, 7, DIM),), (torch.randn(2, 5, DIM),), "multiply-add",
-    )  # fmt: skip
-    assert why.startswith("read by aten.mm")
-
-
 def test_rows_of_a_table_that_only_larger_pictures_read():
     class Rows(nn.Module):
         def __init__(self):
@@ -340,21 +325,6 @@ def test_rows_of_a_table_that_only_larger_pictures_read():
     x = torch.randn(2, 3, 60, 64).double()
     assert [row.action for row in report] == ["folded back"]
     assert error(folded(x), model(x)) < 1e-12
-
-
-@pytest.mark.parametrize("read", [Tensor.tolist, Tensor.numpy])
-def test_numbers_that_leave_the_model_as_lists_or_arrays_are_read(read):
-    def limited(y, a, b):
-        large = max(read(y.detach().flatten())) > 50
-        return a(y.clamp(-5, 5) if large else y) + b(y)
-
-    both_agree(Two(limited), (torch.randn(2, 5, DIM),), (1e3 * torch.randn(2, 5, DIM),), "multiply-add")
-
-
-def test_lengths_that_are_all_alike_in_the_example():
-    model = Two(lambda y, a, b, lengths: a(y / lengths.max().item()) + b(y).mean())
-    x = torch.randn(2, 5, DIM)
-    both_agree(model, (x, torch.tensor([5, 5])), (x, torch.tensor([3, 4])), "add")
 
 
 class Called(nn.Module):

@@ -12,7 +12,7 @@ from fold_cases import DIM, Read, check, norm
 from third_party_models import CASES, pixels, randomize, tokens
 from torch import Tensor, nn
 
-from normkit.fold import fold, rewrite
+from normkit.fold import audit, fold, rewrite, to_rms
 from normkit.fold.float64 import Double, grouped_mm, in_float64
 from normkit.fold.inputs import variants
 from normkit.models import convert
@@ -21,48 +21,77 @@ from normkit.models.invoke import Call
 from normkit.norms import make
 
 
-def test_outputs_without_finite_numbers_are_refused():
-    with pytest.raises(ValueError, match="no number is finite"):
-        fold(nn.Sequential(make("un", 4), nn.Linear(4, 2)).eval(), torch.full((3, 4), float("nan")))
+class Plain(nn.Sequential):
+    """A norm and a layer; `how` changes the output, by the number of the call."""
+
+    def __init__(self, how=lambda y, calls: y, change=lambda model: None):
+        super().__init__(make("un", DIM), nn.Linear(DIM, 4))
+        self.how, self.calls = how, 0
+        change(self.eval())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.how(super().forward(x), self.calls)
 
 
-def test_an_output_with_nan_is_refused_and_masked_scores_are_not():
-    model = Read(nn.Linear(DIM, 4), lambda m, y: m.reader(y) / torch.tensor([1.0, 1.0, 1.0, 0.0]) * 0)
-    with pytest.raises(ValueError, match=r"some numbers are NaN.*Give an example with finite outputs"):
-        fold(randomize(model).eval(), torch.randn(3, DIM))
+def nan(tensor):
+    return nn.init.constant_(tensor, float("nan"))
+
+
+def quantize(model):
+    model[1].weight = nn.Parameter(torch.zeros(4, DIM, dtype=torch.int8), requires_grad=False)
+
+
+def offload(model):
+    model.to("meta")[0]._hf_hook = object()  # as accelerate attaches one
+
+
+X = torch.randn(3, DIM)
+ERRORS = {  # models, an example, options, and words of the message that say what is wrong
+    "no finite output": (Plain(), (nan(torch.empty(3, DIM)),), {}, "no number is finite"),
+    "NaN in the output": (Plain(lambda y, _: torch.where(torch.arange(4) == 1, torch.nan, y)), (X,), {}, "are NaN"),
+    "statistics not finite": (Plain(change=lambda m: nan(m[0].running)), (X,), {}, r"0\.running is not finite"),
+    "a weight not finite": (Plain(change=lambda m: nan(m[1].bias)), (X,), {}, r"1\.bias is not finite"),
+    "an empty example": (Plain(), (X[:0],), {}, "an empty or meta example"),
+    "a random forward": (Plain(lambda y, _: y + torch.rand(1)), (X,), {}, "random or keeps state"),
+    "a forward with state": (Plain(lambda y, calls: y * calls), (X,), {}, "random or keeps state"),
+    "training": (Plain().train(), (X,), {}, "the model is in training mode"),
+    "a module in training": (Plain(change=lambda m: m[0].train()), (X,), {}, "0 is in training mode"),
+    "no norm that can be read": (nn.Sequential(nn.InstanceNorm1d(3)).eval(), (X[:, :3],), {}, r"saw 0 \(no reader"),
+    "quantized weights": (Plain(change=quantize), (X,), {}, "quantize"),
+    "an example of another width": (Plain(), (X[:, :5],), {}, r"float32\[3, 5\].*Its forward takes \(x"),
+    "no example": (Plain(), (), {}, "could not run a float64 copy of the model on the example"),
+    "a lazy module": (nn.Sequential(make("un", DIM), nn.LazyLinear(2)).eval(), (X,), {}, r"no values \(1\.weight\)"),
+    "a model on meta": (Plain(change=lambda m: m.to("meta")), (X,), {}, "assign=True"),
+    "an offloaded model": (Plain(change=offload), (X,), {}, "offload_folder"),
+    "no tensor in the output": (Plain(lambda y, _: None), (X,), {}, "no tensor in the model output"),
+    "another output": (Plain(), (X,), {"outputs": lambda out: out.logits}, "could not apply outputs="),
+    "a spread below 1": (Plain(), (X,), {"spread": 0.5}, "spread must be"),
+    "a spread in words": (Plain(), (X,), {"spread": "16"}, "spread must be"),
+    "a spread that is NaN": (Plain(), (X,), {"spread": float("nan")}, "spread must be"),
+    "a number to balance on": (Plain(), (X,), {"balance": 3}, "balance takes batches"),
+    "one batch to balance on": (Plain(), (X,), {"balance": X}, "balance takes batches"),
+    "keywords to balance on": (Plain(), (X,), {"balance": {"x": X}}, "balance takes batches"),
+    "no batch to balance on": (Plain(), (X,), {"balance": []}, "no batches in balance"),
+    "a loader that is used up": (Plain(), (X,), {"balance": (x for x in ())}, "no batches in balance"),
+    "a batch of another width": (Plain(), (X,), {"balance": [X, X[:, :5]]}, r"batch 2 of balance: .*float32\[3, 5\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_cannot_be_folded_or_compared_is_an_error(name):
+    model, example, options, words = ERRORS[name]
+    with pytest.raises((ValueError, TypeError), match=words):
+        fold(model, *example, **options)
+    if name == "an offloaded model":
+        for transform in (audit, to_rms):
+            with pytest.raises(ValueError, match=words):
+                transform(model, *example)
+
+
+def test_masked_scores_are_outputs_like_others():
     masked = Read(nn.Linear(DIM, 4), lambda m, y: m.reader(y).masked_fill(torch.arange(4) == 2, -torch.inf))
     check(masked, torch.randn(3, DIM), actions="folded")
-
-
-def test_weights_that_are_not_finite_are_named():
-    model = nn.Sequential(make("un", 4), nn.Linear(4, 2)).eval()
-    for name, tensor in (("0.running", model[0].running), ("1.bias", model[1].bias)):
-        nn.init.constant_(tensor, float("nan"))
-        with pytest.raises(ValueError, match=f"{name} is not finite; load or compute it again"):
-            fold(model, torch.randn(3, 4))
-        nn.init.ones_(tensor)
-
-
-def test_an_empty_example_is_refused():
-    with pytest.raises(ValueError, match="an empty or meta example"):
-        fold(nn.Sequential(make("un", 4), nn.Linear(4, 2)).eval(), torch.randn(0, 4))
-
-
-def test_random_and_stateful_forwards_are_refused():
-    class Random(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + torch.rand(1)
-
-    class Stateful(nn.Sequential):
-        calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return super().forward(x) * self.calls
-
-    for kind in (Random, Stateful):
-        with pytest.raises(ValueError, match="random or keeps state"):
-            fold(kind(make("un", DIM), nn.Linear(DIM, 4)).eval(), torch.randn(3, DIM))
 
 
 def test_errors_of_different_outputs():

@@ -1,7 +1,6 @@
 """Fold norms away: trace, solve for coordinates, rewrite the weights, verify in float64."""
 
-from normkit.fold.audit import audit
-from normkit.fold.fold import fold
+from normkit.fold.fold import audit, fold
 from normkit.fold.layernorm_to_rmsnorm import to_rms
 from normkit.fold.report import Audit, Outcome, Report
 

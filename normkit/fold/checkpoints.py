@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from normkit._util import listed
 from normkit.fold.fold import find_plan
+from normkit.fold.plan import FoldPlan
 from normkit.fold.progress import steps
-from normkit.fold.report import Report
+from normkit.fold.report import Audit, Report
 from normkit.fold.rewrite import Edit, find_edits, largest_factor
 from normkit.fold.survey import Survey
 from normkit.models.convert import find
@@ -194,8 +195,7 @@ def fold_checkpoint(checkpoint: Checkpoint, example: dict[str, Any], out: Path, 
     needed = sum(each.nbytes for each in checkpoint) + untie * sum(read[name].nbytes for name in ties if name in read)
     check_disk(out, needed)
     with steps("fold") as step:
-        kwargs = {key: value for key, value in example.items() if key != "outputs"}
-        survey = Survey(model, Call((), kwargs), example.get("outputs"), untie, True, "fold", step, keep=True)
+        survey = _survey(checkpoint, example, untie, "fold", step)
         plan, worst = find_plan(survey)
         edits = {survey.names.get(name, name): edit for name, edit in find_edits(survey.model, plan).items()}
         untied = {name: first for name, first in ties.items() if name in survey.names.values()}
@@ -215,6 +215,18 @@ def fold_checkpoint(checkpoint: Checkpoint, example: dict[str, Any], out: Path, 
                     f"{out} was not written: as transformers loads it, its outputs differ by {native:.1e}"
                 )
     return Report(**vars(report), max_error=worst, native_error=native, largest_factor=largest_factor(plan))
+
+
+def audit_checkpoint(checkpoint: Checkpoint, example: dict[str, Any]) -> Audit:
+    """Report what `fold_checkpoint` can make of each norm; no large weight is read."""
+    survey = _survey(checkpoint, example, False, "audit")
+    return survey.audit(FoldPlan(survey.trace, survey.model).outcomes)
+
+
+def _survey(checkpoint: Checkpoint, example: dict[str, Any], untie: bool, verb: str, *step: Any) -> Survey:
+    kwargs = {key: value for key, value in example.items() if key != "outputs"}
+    call, outputs = Call((), kwargs), example.get("outputs")
+    return Survey(checkpoint.model, call, outputs, untie, True, verb, *step, keep=True, stream=True)
 
 
 def doubtful_gains(model: nn.Module) -> list[str]:

@@ -1,4 +1,4 @@
-"""Fold the norms of a model into the layers beside them, and verify the result."""
+"""Fold the norms of a model into the layers beside them, and verify the result; or report what would become of each."""
 
 import copy
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from torch import nn
 from normkit._util import is_number, listed, require, require_flags
 from normkit.fold.plan import FoldPlan
 from normkit.fold.progress import steps
-from normkit.fold.report import Report
+from normkit.fold.report import Audit, Report
 from normkit.fold.rewrite import change, find_edits, largest_factor, rewrite
 from normkit.fold.survey import TOLERANCE, Survey, take_all_apart
 from normkit.models.checks import warn_untrained
@@ -123,6 +123,42 @@ def fold(
             folded = _without_cancelled(folded, plan)
         report = survey.report(folded, plan.outcomes, worst)
     return folded, replace(report, largest_factor=largest_factor(plan), spread=plan.spread, eps_error=eps_error)
+
+
+def audit(
+    model: nn.Module,
+    *example: Any,
+    outputs: Pick | None = None,
+    untie: bool = False,
+    other_shapes: bool = True,
+    keep_architecture: bool | None = None,
+    **kwexample: Any,
+) -> Audit:
+    """Report for each norm what `fold` can make of it, without changing anything.
+
+    The model runs on the example, and on random inputs of other shapes made after it. Every channel is followed from
+    where it is written to everything that reads it.
+
+    Args:
+        model: The model, in evaluation mode.
+        *example: The arguments of a call of the model, or one batch of a loader that is a mapping of keywords.
+        outputs: Picks what you use of the model's output, such as `lambda out: out.logits`, as in `fold`.
+        untie: Give an output layer that is tied to an embedding a copy of its own first.
+        other_shapes: Also try other lengths and sizes, not only another batch.
+        keep_architecture: Report what `fold` with this argument can make of it.
+        **kwexample: The keyword arguments of the call.
+
+    Returns:
+        A row for each norm. The errors are those of `fold`.
+
+    Examples:
+        >>> import normkit, torch
+        >>> model = nn.Sequential(normkit.make("un", 4), nn.Linear(4, 2)).eval()
+        >>> audit(model, torch.zeros(3, 4)).foldable
+        '1 of 1'
+    """
+    survey = Survey(model, Call(example, kwexample), outputs, untie, other_shapes, "audit", keep=keep_architecture)
+    return survey.audit(FoldPlan(survey.trace, survey.model).outcomes)
 
 
 def _without_cancelled(model: nn.Module, plan: FoldPlan) -> nn.Module:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from normkit.fold import audit, fold
-from normkit.fold.checkpoints import Checkpoint, copy_small_files, doubtful_gains, fold_checkpoint
+from normkit.fold.checkpoints import Checkpoint, audit_checkpoint, copy_small_files, doubtful_gains, fold_checkpoint
 from normkit.fold.report import Audit, Report
 from normkit.models import find
 from normkit.models.huggingface import load_pretrained, read_config, save_pretrained
@@ -53,9 +53,10 @@ def _logits(output: Any) -> Any:
 def audit_dir(path: Path | str) -> tuple[Audit, list[str]]:
     """Audit the model in a folder, for what `fold_dir` does with it; also return warnings about stored gains."""
     path = Path(path)
-    plain = open_plain(path)
-    model = load_pretrained(path) if plain is None else plain.model
-    return audit(model, **example_for(model), keep_architecture=plain is not None), doubtful_gains(model)
+    if (plain := open_plain(path)) is not None:
+        return audit_checkpoint(plain, example_for(plain.model)), doubtful_gains(plain.model)
+    model = load_pretrained(path)
+    return audit(model, **example_for(model), keep_architecture=False), doubtful_gains(model)
 
 
 def fold_dir(path: Path | str, out: Path | str, untie: bool = False) -> Report:

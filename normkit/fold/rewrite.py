@@ -55,10 +55,13 @@ class Edit(NamedTuple):
     def __call__(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
         """The new numbers of some rows, from their numbers."""
         read, written, summand = (t[rows] if t.dim() and len(t) > 1 else t for t in self)
-        for factor in (read, written):
-            if bool((factor != 1).any()):
-                values = values * factor
-        return values + summand if bool((summand != 0).any()) else values
+        factors = [factor for factor in (read, written) if bool((factor != 1).any())]
+        summands = [summand] if bool((summand != 0).any()) else []
+        if factors or summands:
+            values = values * factors.pop() if factors else values + summands.pop()  # new numbers, changed in place
+        for factor in factors:
+            values.mul_(factor)
+        return values.add_(summands.pop()) if summands else values
 
 
 @torch.no_grad()

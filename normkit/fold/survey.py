@@ -5,6 +5,7 @@ import copy
 import gc
 import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from normkit.models.checks import (
 from normkit.models.convert import find, put_everywhere, unreadable
 from normkit.models.difference import count_infinite, error
 from normkit.models.invoke import Call, Pick, advice, arguments, example_call, tensors
-from normkit.models.lazy import Lazy, memory
+from normkit.models.lazy import Lazy, memory, side_by_side, without_reading
 from normkit.models.model_changes import KEY, record_changes
 from normkit.models.parametrized import plain_weights
 from normkit.models.take_apart import take_apart
@@ -50,12 +51,14 @@ class Survey:
     public function. `step` is called with the name of each step. `keep` keeps the architecture; None decides by the
     model.
 
-    The copy holds no large weight: these are lazy, and read the original where an operation needs them.
+    The copy holds no large weight: these are lazy, and read the original where an operation needs them. With `stream`
+    reading is slow. So the trace reads no large weight, products with them are random numbers; forwards that are
+    compared run side by side, and each reads what the others read.
     """
 
     def __init__(
         self, model: nn.Module, example: Call, outputs: Pick | None, untie: bool, other: bool, verb: str,
-        step: Callable[[str], None] = lambda label: None, keep: bool | None = False,
+        step: Callable[[str], None] = lambda label: None, keep: bool | None = False, stream: bool = False,
     ):  # fmt: skip
         for check in (check_not_wrapped, check_not_quantized, check_not_training, check_not_meta):
             check(model, verb)
@@ -66,7 +69,7 @@ class Survey:
         if (passed := tensors(self.given)) and not any(t.numel() and not t.is_meta for t in passed.values()):
             raise ValueError(f"{verb}() cannot verify anything on an empty or meta example; pass a batch with rows")
         self.original, self.outputs, self.untie, self.verb, self.step = model, outputs, untie, verb, step
-        self.other = other
+        self.other, self.stream = other, stream
         self.model = self.double()
         before, now = (sum(p.numel() for p in each.parameters()) for each in (model, self.model))
         self.prepared = before + self.untied - now
@@ -165,7 +168,10 @@ class Survey:
         self.trace.resizable |= resized
         self.trace.measuring = self.trace.is_example = label == EXAMPLE
         try:
-            self.expected[label] = self._follow(call)
+            with without_reading() if self.stream else contextlib.nullcontext():
+                answer = self._follow(call)
+            if not self.stream:
+                self.expected[label] = answer
         except Exception:
             self.trace = before
             raise
@@ -248,23 +254,36 @@ class Survey:
         with in_float64(), contextlib.suppress(Exception):
             if self.other and (found := longer(widened(self.given))):
                 label, call = found
-                out = widened(call).of(self.model)  # not changed yet
+                with without_reading() if self.stream else contextlib.nullcontext():
+                    out = widened(call).of(self.model)  # not changed yet
                 self._require_numbers(out, answer := tensors(out, self.outputs))
-                self.calls[label], self.expected[label] = call, answer
+                self.calls[label] = call
+                if not self.stream:
+                    self.expected[label] = answer
 
     def worst(self, model: nn.Module) -> float:
         """The largest error of a changed model; inf where it fails, as in `failure`."""
-        worst, self.failure = 0.0, ""
+        self.failure = ""
+        first = [label for label in self.calls if label not in self.expected]  # of the original, if nothing was traced
         with in_float64():
-            for label, call in self.calls.items():
-                try:
-                    with self.routing.get(label, contextlib.nullcontext()):
-                        out = tensors(widened(call).of(model), self.outputs)
-                except Exception as problem:
-                    self.failure = f"{type(problem).__name__}: {problem}"
-                    return float("inf")
-                worst = max(worst, error(out, self.expected[label]))
-        return worst
+            outputs: list[Callable[[], Outputs]] = [partial(self._outputs, model, label) for label in self.calls]
+            if self.stream:
+                jobs = [partial(self._outputs, self.model, label) for label in first] + outputs
+                outputs = [job.result for job in side_by_side(jobs)]
+                for label in first:
+                    self._require_numbers(self.model, answer := outputs.pop(0)())
+                    self.expected[label] = answer
+            try:
+                return max(error(each(), self.expected[label]) for label, each in zip(self.calls, outputs, strict=True))
+            except Exception as problem:
+                self.failure = f"{type(problem).__name__}: {problem}"
+                return float("inf")
+
+    def _outputs(self, model: nn.Module, label: str) -> Outputs:
+        """The outputs of a model for one of the calls."""
+        model = copy.deepcopy(model) if self.stream else model  # a forward may write to buffers
+        with in_float64(), copy.copy(self.routing.get(label, contextlib.nullcontext())):
+            return tensors(widened(self.calls[label]).of(model), self.outputs)
 
     def written_error(self, model: nn.Module) -> float:
         """The error of a model in float64, on the example, whose weights were rounded to their own types."""

@@ -5,10 +5,12 @@ reads the numbers. Operations that only move or convert elements are deferred, s
 tensors of a file (experts, say) is put together where it is used.
 """
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 SMALL = 1 << 16  # elements up to which a tensor is held: norms, biases
-BLOCK = 1 << 17  # elements that are read at once where an operation can use a weight in parts: 1 MB in float64, a cache
+BLOCK = 1 << 18  # elements that are read at once where an operation can use a weight in parts: 2 MB in float64
+AHEAD = 8  # blocks that a job may be ahead of the slowest
 SAME = {aten.alias, aten.detach, aten.lift_fresh, aten.clone}
 DEFERRED = SAME | {
     aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.expand, aten.permute, aten.transpose, aten.t,
@@ -25,6 +28,7 @@ DEFERRED = SAME | {
 }  # fmt: skip
 ALL = slice(None)
 
+T = TypeVar("T")
 Read = Callable[[slice], Tensor]  # a range of rows, as a new tensor
 
 
@@ -46,6 +50,8 @@ class Lazy(Tensor):
     """
 
     converts = True  # types, where that was deferred
+    draws: torch.Generator | None = None  # products with weights that are not read, at random
+    current = threading.local()  # the reads that the job of this thread shares
     like: Tensor
     read: Read
     in_parts: bool
@@ -82,8 +88,9 @@ class Lazy(Tensor):
         return nn.Parameter(new, self.requires_grad) if isinstance(self, nn.Parameter) else new
 
     def numbers(self, rows: slice = ALL) -> Tensor:
-        """Read the tensor, or a range of its rows."""
-        return self.read(rows)
+        """Read the tensor, or a range of its rows; others may hold the same numbers."""
+        shared = _shared() if rows != ALL else None
+        return self.read(rows) if shared is None else shared.read(self.read, rows)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -99,11 +106,14 @@ class Lazy(Tensor):
         if packet is aten.index and len(args[1]) == 1 and args[1][0].dtype is torch.int64:
             return _rows(args[0], args[1][0])
         if packet in (aten.mm, aten.addmm) and not kwargs and isinstance(args[-1], Lazy):
-            weight = args[-1].transposed
+            x, weight = args[-2], args[-1].transposed
+            if cls.draws is not None:
+                return x.new_empty(len(x), args[-1].shape[1]).normal_(generator=cls.draws)
             if weight is not None and weight.in_parts and weight.numel() > BLOCK:
-                out = args[-2].new_empty(len(args[-2]), len(weight))  # kept parts would fragment memory
+                x, out = numbers(x).T.contiguous(), x.new_empty(len(weight), len(x))
                 for rows, part in blocks(weight):
-                    out[:, rows] = args[-2] @ part.T
+                    torch.mm(part, x, out=out[rows])  # faster than with few rows on the left
+                out = out.T.contiguous()
                 return out if packet is aten.mm else out + args[0]
         args, kwargs = tree_map_only(Lazy, Lazy.numbers, (args, kwargs))
         return func(*args, **kwargs)  # pyright: ignore[reportCallIssue]
@@ -117,6 +127,8 @@ def blocks(tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:
     step = max(1, BLOCK // max(1, prod(tensor.shape[1:])))
     for start in range(0, len(tensor), step):
         rows = slice(start, min(start + step, len(tensor)))
+        if (shared := _shared()) is not None:
+            shared.advance()
         yield rows, tensor.numbers(rows) if isinstance(tensor, Lazy) else tensor.detach()[rows]
 
 
@@ -146,6 +158,76 @@ def widened(tensor: Tensor) -> Tensor:
         held = tensor.detach()
         new = Lazy(like, lambda rows: held[rows].to(torch.float64, copy=True), tensor.device)
     return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+
+
+@contextmanager
+def without_reading() -> Iterator[None]:
+    """Let products with lazy weights be random numbers, for a trace of what is computed from what."""
+    Lazy.draws = torch.Generator().manual_seed(0)
+    try:
+        yield
+    finally:
+        Lazy.draws = None
+
+
+class _Reads:
+    """Blocks of weights that jobs in several threads read at about the same time."""
+
+    def __init__(self):
+        self.turn = threading.Condition()
+        self.at: dict[int, int] = {}  # by thread: the number of blocks that it has begun
+        self.kept: dict[tuple, tuple[int, Read, Future[Tensor]]] = {}
+
+    def advance(self) -> None:
+        """Begin the next block, when no other job is far behind."""
+        me = threading.get_ident()
+        with self.turn:
+            self.at[me] += 1
+            self.turn.notify_all()
+            self.turn.wait_for(lambda: self.at[me] <= min(self.at.values()) + AHEAD)
+            slowest = min(self.at.values())
+            self.kept = {key: each for key, each in self.kept.items() if each[0] >= slowest}
+
+    def read(self, read: Read, rows: slice) -> Tensor:
+        """Read a block, or take what another job has read."""
+        key = id(read), rows.start, rows.stop
+        with self.turn:
+            is_first = key not in self.kept
+            *_, block = self.kept.setdefault(key, (self.at[threading.get_ident()], read, Future()))
+        if is_first:
+            try:
+                block.set_result(read(rows))
+            except BaseException as problem:
+                block.set_exception(problem)
+        return block.result()
+
+
+def _shared() -> _Reads | None:
+    return getattr(Lazy.current, "reads", None)
+
+
+def side_by_side(jobs: Sequence[Callable[[], T]]) -> list[Future[T]]:
+    """Run jobs in a thread each; blocks of lazy weights that they use in the same order are read once for all.
+
+    Examples:
+        >>> [job.result() for job in side_by_side([lambda: 1, lambda: 2])]
+        [1, 2]
+    """
+    shared, ready = _Reads(), threading.Barrier(len(jobs))
+
+    def run(job: Callable[[], T]) -> T:
+        Lazy.current.reads, me = shared, threading.get_ident()
+        shared.at[me] = 0
+        ready.wait()
+        try:
+            return job()
+        finally:
+            with shared.turn:
+                del shared.at[me]
+                shared.turn.notify_all()
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return [pool.submit(run, job) for job in jobs]
 
 
 @contextmanager
