@@ -42,7 +42,7 @@ CASES = {  # message of the error: call
     "untie must be True or False; got 'no'": lambda: nk.fold(un(), X, untie="no"),
     "untie must be True or False; got None": lambda: nk.to_rms(layers(), X, untie=None),
     "other_shapes must be True or False; got 'no'": lambda: nk.audit(un(), X, other_shapes="no"),
-    "per_channel must be True or False; got 0": lambda: nk.Int8([X], per_channel=0),
+    "fuse_attention must be True or False; got 0": lambda: nk.export(layers().eval(), "m.onnx", X, fuse_attention=0),
     "folder must be a folder that exists, that of a run; got 'nowhere'": lambda: watch.read_run("nowhere"),
     r"scale_loss\(\) takes an nn\.Module; got NoneType": lambda: nk.scale_loss(None).__enter__(),
     "init must be a number above 0 or None; got -1": lambda: nk.fix_embedding(nn.Embedding(3, 4), init=-1),
