@@ -157,10 +157,11 @@ def write(subject: Subject, norm: str, scheme: str, batch: int, folder: Path) ->
     from normkit.models.quantize import quantize
 
     path = folder / f"{norm}-{scheme}.onnx"
+    if path.exists():
+        return path
     if scheme in ("float32", "attention"):
-        if not path.exists():
-            options: dict[str, Any] = {"dynamic": False, "tolerance": 1e-3, "fuse_attention": scheme == "attention"}
-            nk.export(subject.norms[norm], path, outputs=used, **options, **subject.inputs(batch))
+        options: dict[str, Any] = {"dynamic": False, "tolerance": 1e-3, "fuse_attention": scheme == "attention"}
+        nk.export(subject.norms[norm], path, outputs=used, **options, **subject.inputs(batch))
         return path
     source = write(subject, norm, "attention" if scheme in ("tool", "int8-attention") else "float32", batch, folder)
     if scheme == "tool":
@@ -200,7 +201,9 @@ def compare(name: str, runtime: str, batch: int, given: argparse.Namespace) -> l
     variants = [(norm, scheme) for norm in given.norms for scheme in schemes]
     with tempfile.TemporaryDirectory() as scratch:
         if runtime == "onnxruntime":
-            files = {each: write(subject, *each, batch, Path(scratch)) for each in variants}
+            folder = Path(scratch) if given.files is None else given.files / f"{name}-{batch}"
+            folder.mkdir(parents=True, exist_ok=True)
+            files = {each: write(subject, *each, batch, folder) for each in variants}
             about = described(subject, files, [subject.inputs(batch) for _ in range(64 if subject.trained else 1)])
         for threads in given.threads:
             if runtime == "onnxruntime":
@@ -288,6 +291,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=60, help="fewer allow no verdict")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--weights", type=Path, help="folder with layer/ and un/")
+    parser.add_argument("--files", type=Path, help="folder to keep the exported files in; those that it holds are used")
     parser.add_argument("--text", type=Path, help="text on which trained weights are compared")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "deploy.csv")
     given = parser.parse_args(arguments)
