@@ -1,13 +1,14 @@
 """Inference with LayerNorm, with UN, and with UN folded: float32, and 8-bit integers in three schemes.
 
-    python benchmarks/deploy.py --models bert6              one model in onnxruntime, a few minutes on one core
+    python benchmarks/deploy.py --models bert6 --threads 1 2       one model in onnxruntime, some minutes
     python benchmarks/deploy.py --models minilm --weights FOLDER --text FILE
                                                             FOLDER/layer is the original, FOLDER/un has UN, trained
     python benchmarks/deploy.py --models vit swin --runtimes eager compiled --device cuda
 
 All variants of a model take turns in 60 rounds, and a ratio is taken within a round; its median is reported with the
-20th and 80th percentile. LayerNorm and the others are compared in the same scheme. Schemes: float32; tool, which is
-float32 after `onnxruntime.transformers.optimizer`; dynamic, onnxruntime's dynamic quantization for each channel;
+20th and 80th percentile. LayerNorm and the others are compared in the same scheme. Schemes: float32; attention,
+which is float32 with `fuse_attention=True`; tool, which is that after `onnxruntime.transformers.optimizer`; dynamic,
+onnxruntime's dynamic quantization for each channel; int8-attention, which is that of the file with fused attention;
 products and stream, static quantization of products alone and of the residual stream too. `likeness` is the cosine of
 the outputs, averaged over tokens, to those of the original, LayerNorm in float32; of random weights, to those of the
 same norm in float32. It is the mean over 64 windows of 64 tokens of the text.
@@ -28,7 +29,7 @@ from rows import commit, keep, processor
 QUIET = {  # before Python starts: no spinning threads, no fresh pages for every tensor
     "OMP_WAIT_POLICY": "PASSIVE", "MALLOC_MMAP_THRESHOLD_": "2147483647", "MALLOC_TRIM_THRESHOLD_": "17179869184",
 }  # fmt: skip
-SCHEMES = ("float32", "tool", "dynamic", "products", "stream")
+SCHEMES = ("float32", "attention", "tool", "dynamic", "int8-attention", "products", "stream")
 FUSED = ("LayerNormalization", "SkipLayerNormalization", "Attention", "MultiHeadAttention", "Gelu", "BiasGelu")
 KEY = ("model", "runtime", "batch", "threads", "scheme", "norm")
 COLUMNS = (
@@ -152,28 +153,28 @@ MODELS: dict[str, Callable[[Path | None], Any]] = {
 
 def write(subject: Subject, norm: str, scheme: str, batch: int, folder: Path) -> Path:
     """Export one variant; the integers and the optimizer's graph are made from the float file."""
-    import onnx
-
     import normkit as nk
-    from normkit.models.quantize import quantize_dynamically, quantize_onnx
+    from normkit.models.quantize import quantize
 
     path = folder / f"{norm}-{scheme}.onnx"
-    if scheme == "float32":
-        nk.export(subject.norms[norm], path, outputs=used, dynamic=False, tolerance=1e-3, **subject.inputs(batch))
+    if path.exists():
         return path
-    source = folder / f"{norm}-float32.onnx"
+    if scheme in ("float32", "attention"):
+        options: dict[str, Any] = {"dynamic": False, "tolerance": 1e-3, "fuse_attention": scheme == "attention"}
+        nk.export(subject.norms[norm], path, outputs=used, **options, **subject.inputs(batch))
+        return path
+    source = write(subject, norm, "attention" if scheme in ("tool", "int8-attention") else "float32", batch, folder)
     if scheme == "tool":
         from onnxruntime.transformers import optimizer
 
         kind, heads, width = subject.kind
         optimizer.optimize_model(str(source), kind, heads, width, opt_level=0).save_model_to_file(str(path))
-    elif scheme == "dynamic":
-        quantize_dynamically(source, path)
+    elif scheme in ("dynamic", "int8-attention"):
+        quantize(source, path, None)
     else:
-        names = {slot.name for slot in onnx.load(source).graph.input}
         calls = [subject.inputs(batch) for _ in range(4)] if batch > 1 else subject.batches
-        feeds = [{name: t.numpy() for name, t in call.items() if name in names} for call in calls]
-        quantize_onnx(source, path, feeds, nk.Int8(calls, scheme))
+        feeds = [{name: t.numpy() for name, t in call.items()} for call in calls]
+        quantize(source, path, nk.Int8(calls, scheme), feeds)
     return path
 
 
@@ -189,48 +190,58 @@ def session(path: Path, threads: int, optimized: Path | None = None) -> Any:
 
 
 def compare(name: str, runtime: str, batch: int, given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of one model in one runtime; all variants take turns."""
-    import onnx
+    """Rows of one model in one runtime; all variants take turns, once for each number of threads."""
     import torch
 
     from normkit.bench import measure
 
-    subject = make(name, given.weights, given.text)
-    inputs, rows, calls = subject.inputs(batch), [], {}
-    tried = [subject.inputs(batch) for _ in range(64)] if subject.trained else [inputs]
-    outputs: dict[tuple[str, str], torch.Tensor] = {}
+    subject, rows = make(name, given.weights, given.text), []
+    inputs = subject.inputs(batch)
+    schemes = given.schemes if runtime == "onnxruntime" else ["float32"]
+    variants = [(norm, scheme) for norm in given.norms for scheme in schemes]
     with tempfile.TemporaryDirectory() as scratch:
-        for norm in given.norms:
-            for scheme in given.schemes if runtime == "onnxruntime" else ["float32"]:
-                row = {"model": name, "runtime": runtime, "batch": batch, "threads": given.threads, "scheme": scheme}
-                row["norm"] = norm
-                if runtime == "onnxruntime":
-                    path = write(subject, norm, scheme, batch, Path(scratch))
-                    run = session(path, given.threads, optimized := path.with_suffix(".run.onnx"))
-                    graph = Counter(node.op_type for node in onnx.load(optimized).graph.node)
-                    row["operations"] = sum(graph.values())
-                    row["fused"] = "; ".join(f"{graph[kind]} {kind}" for kind in FUSED if graph[kind])
-                    feed = {slot.name: inputs[slot.name].numpy() for slot in run.get_inputs()}
-                    call = _caller(run, feed)
-                    feeds = [{slot.name: each[slot.name].numpy() for slot in run.get_inputs()} for each in tried]
-                    outputs[norm, scheme] = torch.stack([pooled(run.run(None, each)[0]) for each in feeds])
-                    like = outputs.get(("layer" if subject.trained else norm, "float32"))
-                    if like is not None:
-                        cosines = torch.cosine_similarity(outputs[norm, scheme], like, dim=1)
-                        row["likeness"] = round(float(cosines.mean()), 4)
-                else:
-                    call = _in_torch(subject.norms[norm], inputs, runtime, given.device)
-                    call()
-                calls[f"{norm} {scheme}"] = call
-                rows.append(row)
-        timings = measure(calls, given.rounds, threads=given.threads, device=given.device)
-    for row in rows:
-        own, base = (f"{norm} {row['scheme']}" for norm in (row["norm"], given.norms[0]))
-        found = timings.ratio(own, base)
-        row |= {"ms": round(1e3 * timings.median(own), 3), "ratio": round(found.median, 3), "low": round(found.low, 3)}
-        row |= {"high": round(found.high, 3), "noise": round(timings.noise, 3), "verdict": timings.obstacle or "ok"}
-        row |= {"device": _device(given.device), "torch": torch.__version__, "commit": commit()}
+        if runtime == "onnxruntime":
+            folder = Path(scratch) if given.files is None else given.files / f"{name}-{batch}"
+            folder.mkdir(parents=True, exist_ok=True)
+            files = {each: write(subject, *each, batch, folder) for each in variants}
+            about = described(subject, files, [subject.inputs(batch) for _ in range(64 if subject.trained else 1)])
+        for threads in given.threads:
+            if runtime == "onnxruntime":
+                calls = {each: _in_onnxruntime(session(file, threads), inputs) for each, file in files.items()}
+            else:
+                calls = {each: _in_torch(subject.norms[each[0]], inputs, runtime, given.device) for each in variants}
+                about = {each: {} for each in variants}
+            timings = measure({" ".join(each): call for each, call in calls.items()}, given.rounds, threads=threads,
+                              device=given.device)  # fmt: skip
+            for norm, scheme in variants:
+                own, base = f"{norm} {scheme}", f"{given.norms[0]} {scheme}"
+                found = timings.ratio(own, base)
+                rows.append({
+                    "model": name, "runtime": runtime, "batch": batch, "threads": threads, "scheme": scheme,
+                    "norm": norm, "ms": round(1e3 * timings.median(own), 3), "ratio": round(found.median, 3),
+                    "low": round(found.low, 3), "high": round(found.high, 3), "noise": round(timings.noise, 3),
+                    "verdict": timings.obstacle or "ok", **about[norm, scheme], "device": _device(given.device),
+                    "torch": torch.__version__, "commit": commit(),
+                })  # fmt: skip
     return rows
+
+
+def described(subject: Subject, files: dict[tuple[str, str], Path], tried: list[dict[str, Any]]) -> dict[Any, dict]:
+    """Operations and fusions of each file as onnxruntime runs it, and the likeness of its outputs."""
+    import onnx
+    import torch
+
+    about, outputs = {}, dict[tuple[str, str], Any]()
+    for (norm, scheme), path in files.items():
+        run = session(path, 1, optimized := path.with_suffix(".run.onnx"))
+        graph = Counter(node.op_type for node in onnx.load(optimized).graph.node)
+        fused = "; ".join(f"{graph[kind]} {kind}" for kind in FUSED if graph[kind])
+        about[norm, scheme] = row = {"operations": sum(graph.values()), "fused": fused}
+        outputs[norm, scheme] = torch.stack([pooled(_in_onnxruntime(run, each)()[0]) for each in tried])
+        like = outputs.get(("layer" if subject.trained else norm, "float32"))
+        if like is not None:
+            row["likeness"] = round(float(torch.cosine_similarity(outputs[norm, scheme], like, dim=1).mean()), 4)
+    return about
 
 
 def pooled(output: Any) -> Any:
@@ -241,7 +252,8 @@ def pooled(output: Any) -> Any:
     return (out.mean(1) if out.dim() == 3 else out).flatten()
 
 
-def _caller(run: Any, feed: dict[str, Any]) -> Callable[[], Any]:
+def _in_onnxruntime(run: Any, inputs: dict[str, Any]) -> Callable[[], Any]:
+    feed = {slot.name: inputs[slot.name].numpy() for slot in run.get_inputs()}
     return lambda: run.run(None, feed)
 
 
@@ -275,10 +287,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--schemes", nargs="+", default=[*SCHEMES], choices=SCHEMES)
     parser.add_argument("--norms", nargs="+", default=["layer", "un", "folded"], help="ratios are to the first")
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
-    parser.add_argument("--threads", type=int, default=1, help="one is pinned to a core")
+    parser.add_argument("--threads", nargs="+", type=int, default=[1], help="one is pinned to a core")
     parser.add_argument("--rounds", type=int, default=60, help="fewer allow no verdict")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--weights", type=Path, help="folder with layer/ and un/")
+    parser.add_argument("--files", type=Path, help="folder to keep the exported files in; those that it holds are used")
     parser.add_argument("--text", type=Path, help="text on which trained weights are compared")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "deploy.csv")
     given = parser.parse_args(arguments)
@@ -288,9 +301,10 @@ def main(arguments: list[str] | None = None) -> None:
                 rows = compare(name, runtime, batch, given)
                 keep(given.out, COLUMNS, KEY, rows)
                 for row in rows:
-                    print(f"  {row['scheme']:9} {row['norm']:7} {row['ms']:9.3f} ms  {row['ratio']:.3f} "
-                          f"({row['low']:.3f} to {row['high']:.3f})  likeness {row.get('likeness', '')}  "
-                          f"{row.get('fused', '')}  {row['verdict']}", flush=True)  # fmt: skip
+                    print(f"  {row['threads']} {row['scheme']:14} {row['norm']:7} {row['ms']:9.3f} ms  "
+                          f"{row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f})  "
+                          f"likeness {row.get('likeness', '')}  {row.get('fused', '')}  {row['verdict']}",
+                          flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -95,21 +95,6 @@ def test_sums_of_positions_stay_integers(tmp_path):
         assert done.cosine > 0.99, str(done)
 
 
-def test_weights_have_one_scale_or_one_for_each_channel(mixer, tmp_path):
-    sizes = {}
-    for per_channel in (False, True):
-        int8 = Int8([torch.randn(2, 16)], per_channel=per_channel)
-        graph = onnx.load(export(mixer, tmp_path / "m.onnx", torch.randn(4, 16), int8=int8).path).graph
-        arrays = {array.name: array for array in graph.initializer}
-        weights = [
-            node
-            for node in graph.node
-            if node.op_type == "DequantizeLinear" and node.input[0] in arrays and len(arrays[node.input[0]].dims) == 2
-        ]
-        sizes[per_channel] = {tuple(arrays[node.input[1]].dims) for node in weights}
-    assert sizes == {False: {()}, True: {(16,)}}
-
-
 def test_bad_batches_and_formats_are_named(mixer, tmp_path):
     x, path = torch.randn(4, 16), tmp_path / "m.onnx"
     with pytest.raises(ValueError, match="no batch"):

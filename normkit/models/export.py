@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from normkit._util import as_path, is_number, require, require_flags, require_functions
+from normkit.models.attention import with_fused_attention
 from normkit.models.checks import check_not_meta, check_not_training, check_not_wrapped, copy_model, warn_untrained
 from normkit.models.difference import error
 from normkit.models.extras import needs
 from normkit.models.invoke import Call, Pick, example_call, tensors
-from normkit.models.quantize import DYNAMIC, Int8, calibration, quantize_dynamically, quantize_onnx
+from normkit.models.quantize import DYNAMIC, Int8, calibration, quantize
 
 NORMALIZES = (  # parts of operation names, in ONNX or ATen, that compute or divide by statistics
     "layernorm", "layer_norm", "normalization", "rms_norm", "batch_norm", "group_norm", "native_norm", "div", "sqrt",
@@ -73,6 +74,7 @@ def export(
     dynamic: bool = True,
     tolerance: float = 1e-4,
     int8: Int8 | Iterable[Any] | Literal["dynamic"] | None = None,
+    fuse_attention: bool = False,
     **kwexample: Any,
 ) -> Exported:
     """Write a model to a file, run the file, and compare its outputs with the model's.
@@ -91,6 +93,8 @@ def export(
             activations while the model runs; it needs no data. Batches, or `Int8(batches, ...)` with its options,
             calibrate a static quantization; they have the form of the example. The errors of the result are then those
             of the integers, on the example; compare them with those that your task allows.
+        fuse_attention: Write each `scaled_dot_product_attention` as one operation of onnxruntime, which other runtimes
+            lack. onnxruntime's own fusion does this only beside a LayerNorm.
         **kwexample: Keyword arguments of the call.
 
     Returns:
@@ -98,7 +102,7 @@ def export(
 
     Raises:
         ValueError: If the model is in training mode, the example or a batch does not fit, the suffix is unknown or has
-            no integers, or the outputs in float differ by more than `tolerance`.
+            no integers, the model has no attention to fuse, or the outputs in float differ by more than `tolerance`.
         ImportError: If a package is missing; the message names the extra to install.
 
     Examples:
@@ -112,7 +116,7 @@ def export(
     check_not_meta(model, "export")
     warn_untrained(model, "export")
     require_functions(outputs=outputs)
-    require_flags(dynamic=dynamic)
+    require_flags(dynamic=dynamic, fuse_attention=fuse_attention)
     require(is_number(tolerance) and tolerance >= 0, "tolerance", tolerance, "a number of at least 0")
     path = as_path(path, "path")
     if path.suffix not in (".onnx", ".pt2"):
@@ -120,8 +124,9 @@ def export(
     if not path.parent.is_dir() or path.is_dir():
         what = "is a folder; name a file" if path.is_dir() else "is in no folder; make it first, or name another"
         raise ValueError(f"export() writes a file, and {path} {what}")
-    if int8 is not None and path.suffix == ".pt2":
-        raise ValueError(f"export(int8=) writes .onnx; got {path.name!r}")
+    if path.suffix == ".pt2" and (int8 is not None or fuse_attention):
+        option = "int8" if int8 is not None else "fuse_attention"
+        raise ValueError(f"export({option}=) writes .onnx; got {path.name!r}")
     given = Call(example, kwexample).unpacked(model)
     with torch.no_grad():
         expected = picked(example_call(model, given.copied(), "export", given), outputs)
@@ -135,16 +140,17 @@ def export(
         new = Path(scratch) / "new" / path.name  # and what belongs to it; nothing is replaced before it is verified
         in_float = Path(scratch) / path.name if settings else new
         new.parent.mkdir()
-        operations, runtime, got, axes = _write(wrapped, in_float, shapes)
+        operations, runtime, got, axes = _write(wrapped, in_float, shapes, fuse_attention)
         if any(len(each) > 1 for each in axes.values()) and not _takes_other_sizes(wrapped, in_float, axes, tolerance):
             shapes = open_axes(wrapped.given, tokens=False)
-            operations, runtime, got, axes = _write(wrapped, in_float, shapes)
+            operations, runtime, got, axes = _write(wrapped, in_float, shapes, fuse_attention)
         worst = error(tuple(got), tuple(expected))
         if not worst <= tolerance:
             differ = f"outputs differ by {worst:.1e} in {runtime}; tolerance={tolerance:.1e} is allowed"
             raise ValueError(f"{path} computes something else than the model: {differ}")
         if settings is not None:
-            _quantize(wrapped, in_float, new, settings, batches)
+            feeds = [wrapped.feed(batch) for batch in batches]
+            quantize(in_float, new, settings if isinstance(settings, Int8) else None, feeds)
             operations, got = _operations(new), _run(wrapped, new, wrapped.given)
         for file in sorted(new.parent.iterdir(), key=lambda file: file == new):  # the weights of a graph first
             file.replace(path.with_name(file.name))
@@ -171,6 +177,10 @@ class TensorModel(nn.Module):
         """Return the tensors of the output, in order."""
         left = iter(inputs)
         return picked(tree_map_only(Tensor, lambda _: next(left), self.call).of(self.model), self.outputs)
+
+    def feed(self, given: Sequence[Tensor]) -> dict[str, Any]:
+        """Return inputs as arrays, by name."""
+        return {name: t.detach().numpy() for name, t in zip(self.names, given, strict=True)}
 
 
 def picked(output: Any, outputs: Pick | None) -> tuple[Tensor, ...]:
@@ -221,7 +231,9 @@ def _counted(names: Iterable[str]) -> dict[str, int]:
     return dict(Counter(sorted(names)).most_common())
 
 
-def _write(model: TensorModel, path: Path, shapes: Any) -> tuple[dict[str, int], str, Sequence[Tensor], dict]:
+def _write(
+    model: TensorModel, path: Path, shapes: Any, fused: bool
+) -> tuple[dict[str, int], str, Sequence[Tensor], dict[str, tuple[int, ...]]]:
     """Write a file in float; return its operations, the runtime, its outputs on the example and the open axes."""
     if path.suffix == ".onnx":
         with needs("export() to ONNX", "export"):
@@ -235,6 +247,7 @@ def _write(model: TensorModel, path: Path, shapes: Any) -> tuple[dict[str, int],
         if (found := tuple(axis for axis, size in enumerate(t.shape) if not isinstance(size, int)))
     }
     if path.suffix == ".onnx":
+        program = with_fused_attention(program) if fused else program
         with torch.no_grad():
             written = torch.onnx.export(
                 program, (), input_names=model.names, dynamic_shapes=shapes, dynamo=True, verbose=False
@@ -278,18 +291,9 @@ def _run(model: TensorModel, path: Path, given: Sequence[Tensor]) -> list[Tensor
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    out = session.run(None, _feed(model, {slot.name for slot in session.get_inputs()}, given))
+    feed = model.feed(given)
+    out = session.run(None, {slot.name: feed[slot.name] for slot in session.get_inputs()})
     return [torch.from_numpy(array) for array in out]
-
-
-def _quantize(model: TensorModel, in_float: Path, path: Path, int8: Any, batches: list[list[Tensor]]) -> None:
-    if int8 == DYNAMIC:
-        quantize_dynamically(in_float, path)
-        return
-    import onnx
-
-    known = {slot.name for slot in onnx.load(in_float, load_external_data=False).graph.input}
-    quantize_onnx(in_float, path, [_feed(model, known, batch) for batch in batches], int8)
 
 
 def _operations(path: Path) -> dict[str, int]:
@@ -297,11 +301,6 @@ def _operations(path: Path) -> dict[str, int]:
     import onnx
 
     return _counted(node.op_type for node in onnx.load(path, load_external_data=False).graph.node)
-
-
-def _feed(model: TensorModel, known: set[str], given: Sequence[Tensor]) -> dict[str, Any]:
-    """Arrays by name; inputs that the model does not use are left out."""
-    return {name: t.detach().numpy() for name, t in zip(model.names, given, strict=True) if name in known}
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from normkit._util import require, require_flags
+from normkit._util import require
 from normkit.models.invoke import Call, arguments, describe
 
 DYNAMIC = "dynamic"
@@ -23,12 +23,13 @@ class Int8:
 
     The addition of an attention mask stays in float: its large negative numbers would leave the scores no resolution.
 
+    Weights have a scale for each output channel.
+
     Args:
         batches: Batches to calibrate on, each a call like the example: a mapping of keyword arguments, a tuple or list
             of positional ones, or one argument.
         scope: What computes in integers. "products": matrix products and convolutions, with outputs in float.
             "stream": also additions and multiplications, so that residual streams are integers.
-        per_channel: Give each output channel of a weight a scale of its own.
 
     Raises:
         ValueError: If the scope is unknown, or `batches` cannot be iterated over.
@@ -41,13 +42,11 @@ class Int8:
 
     batches: Iterable[Any]
     scope: str = "products"
-    per_channel: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.batches, str) or not hasattr(self.batches, "__iter__"):
             allowed = '"dynamic", batches to calibrate on, such as a list of tensors, or Int8(batches, ...)'
             raise ValueError(f"int8= takes {allowed}; got {self.batches!r}")
-        require_flags(per_channel=self.per_channel)
         require(self.scope in [*SCOPES], "scope", self.scope, " or ".join(map(repr, SCOPES)))
 
 
@@ -80,37 +79,38 @@ def _kind(t: Tensor, dynamic: bool) -> tuple[torch.dtype, torch.Size]:
     return t.dtype, t.shape[dynamic and t.dim() > 0 :]
 
 
-def quantize_dynamically(source: Path, path: Path) -> None:
-    """Quantize the weights of an ONNX file for each channel; activations get their scales while it runs."""
-    from onnxruntime.quantization import QuantType, quantize_dynamic
+def quantize(source: Path, path: Path, int8: Int8 | None, feeds: Iterable[dict[str, Any]] = ()) -> None:
+    """Quantize an ONNX file by onnxruntime.
+
+    Args:
+        source: File in float.
+        path: File to write.
+        int8: Settings of a static quantization; None for a dynamic one, which scales activations while it runs.
+        feeds: Inputs by name, to calibrate on; those that the graph does not use are left out.
+    """
+    from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_dynamic, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
     prepared = source.with_suffix(".prepared.onnx")
     quant_pre_process(source, prepared, skip_symbolic_shape=True)
-    _renamed(prepared)
-    quantize_dynamic(prepared, path, per_channel=True, weight_type=QuantType.QInt8, reduce_range=True)
-
-
-def quantize_onnx(source: Path, path: Path, feeds: list[dict[str, Any]], int8: Int8) -> None:
-    """Quantize an ONNX file by onnxruntime's static quantization; `feeds` are inputs by name."""
-    from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
-    from onnxruntime.quantization.shape_inference import quant_pre_process
+    graph = _renamed(prepared)
+    # reduce_range: CPUs without VNNI saturate with weights of 8 bits; with a scale for each channel 7 suffice
+    options = {"per_channel": True, "reduce_range": True, "weight_type": QuantType.QInt8}
+    if int8 is None:
+        quantize_dynamic(prepared, path, **options)
+        return
+    known = {slot.name for slot in graph.input}
 
     class Reader(CalibrationDataReader):
-        left = iter(feeds)
+        left = ({name: array for name, array in feed.items() if name in known} for feed in feeds)
 
         def get_next(self) -> Any:
             return next(self.left, None)
 
     in_float = {"OpTypesToExcludeOutputQuantization": PRODUCTS, "DedicatedQDQPair": True}  # all but the products
-    prepared = source.with_suffix(".prepared.onnx")
-    quant_pre_process(source, prepared, skip_symbolic_shape=True)
-    graph = _renamed(prepared)
-    # reduce_range: CPUs without VNNI saturate with weights of 8 bits; with a scale for each channel 7 suffice
     quantize_static(
         prepared, path, Reader(), op_types_to_quantize=SCOPES[int8.scope], nodes_to_exclude=_masking(graph),
-        activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, per_channel=int8.per_channel,
-        reduce_range=int8.per_channel, extra_options=in_float if int8.scope == "products" else {},
+        activation_type=QuantType.QUInt8, extra_options=in_float if int8.scope == "products" else {}, **options,
     )  # fmt: skip
 
 
