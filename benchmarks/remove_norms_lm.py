@@ -29,19 +29,8 @@ from normkit.models.huggingface import import_transformers
 
 LENGTH = 256  # tokens of a sequence, without the first token
 SITES = ((1, "n1", "qkv", "mix", "o"), (2, "n2", "gate_up", "act", "add"))  # half of a block: norm, readers, writer
-FIELDS = [
-    "way",
-    "norms_gone",
-    "norms",
-    "bound",
-    "tokens_fitted",
-    "steps",
-    "seconds",
-    "loss",
-    "delta",
-    "evaluated_tokens",
-]
-FIELDS += ["command", "commit", "device", "note"]
+FIELDS = ["way", "norms_gone", "norms", "bound", "tokens_fitted", "steps", "seconds", "loss", "delta"]
+FIELDS += ["evaluated_tokens", "command", "commit", "device", "note"]
 
 
 class Line(nn.Module):
@@ -464,7 +453,7 @@ def main() -> None:
     if args.task != "blocks":
         row(way, len(gone), norms, 0, loss(model, valid))
     if args.task != "fit":
-        steps = train(original, model, data, first, args.minutes, args.lr, args.state, valid)
+        steps = train(original, model, data, valid, first, args.minutes, args.lr, args.state)
         row(f"{way}, trained", len(gone), norms, steps, loss(model, valid))
 
 
