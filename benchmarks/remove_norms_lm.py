@@ -226,10 +226,10 @@ def relative_error(h: Tensor, x: Tensor, weights: Tensor) -> Tensor:
 
 def new_lines(model: Model, first: int) -> None:
     """Put lines of any value in the place of norms, to load others into."""
-    some = torch.zeros(len(model.norm.weight))
+    dim = len(model.norm.weight)
     for block in model.blocks[first:]:
-        block.n1, block.n2 = Line(some, some, some, some), Line(some, some, some, some)
-    model.norm = Line(some, some)
+        block.n1, block.n2 = (Line(*torch.zeros(4, dim).unbind()) for _ in range(2))
+    model.norm = Line(*torch.zeros(2, dim).unbind())
 
 
 def train_blocks(original: Model, model: Model, data: Tensor, first: int, state: Path, lr: float, epochs: int) -> None:
