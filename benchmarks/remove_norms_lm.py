@@ -1,9 +1,8 @@
-"""Remove the norms of SmolLM2-135M by several ways, and print one row of CSV each.
+"""Remove the norms of SmolLM2-135M by several ways, and keep one row of CSV each.
 
-    python benchmarks/remove_norms_lm.py MODEL WIKITEXT fit --way weights --bound --first 12
-    python benchmarks/remove_norms_lm.py MODEL WIKITEXT train --first 0 --minutes 13
-    python benchmarks/remove_norms_lm.py MODEL WIKITEXT cost
-    python benchmarks/remove_norms_lm.py MODEL WIKITEXT blocks --calm 2 --steps 250 --state FOLDER --out ROWS.csv
+    python benchmarks/remove_norms_lm.py MODEL WIKITEXT fit --way pass --bound --first 12
+    python benchmarks/remove_norms_lm.py MODEL WIKITEXT train --calm 2 --bound --first 10 --minutes 13
+    python benchmarks/remove_norms_lm.py MODEL WIKITEXT blocks --calm 2 --bound --sequences 48 --state FOLDER
 
 MODEL is a folder with a Llama checkpoint, WIKITEXT one with `wiki.train.tokens.xz` and `wiki.valid.tokens.xz`. A norm
 becomes `x * scale + shift`, constant per channel, which folds into the weights that read it. The first token is always
@@ -13,7 +12,6 @@ the same, so its keys and values are parameters, and its stream is not computed.
 import argparse
 import copy
 import functools
-import itertools
 import lzma
 import math
 import sys
@@ -127,9 +125,9 @@ def rms(x: Tensor) -> Tensor:
     return x.square().mean(-1).sqrt()
 
 
-def usual(x: Tensor, large: float = 2.0) -> Tensor:
-    """Return 1 for tokens below `large` times the median root mean square, else 0: `[batch, time]`."""
-    return (rms(x) < large * rms(x).median()).float()
+def usual(x: Tensor) -> Tensor:
+    """Return 1 for tokens below twice the median root mean square, else 0: `[batch, time]`."""
+    return (rms(x) < 2 * rms(x).median()).float()
 
 
 def states(model: Model, ids: Tensor) -> list[Tensor]:
@@ -156,48 +154,24 @@ def line(x: Tensor, y: Tensor, weight: Tensor, bound: bool) -> Line:
     return Line(scale.float(), (mean_y - scale * mean_x).float(), *((kept.amin(0), kept.amax(0)) if bound else ()))
 
 
-def regress(layer: nn.Linear, x: Tensor, y: Tensor, weight: Tensor, ridge: float) -> None:
-    """Change a linear layer so that it returns y; by ridge regression towards the weights that it has."""
-    missing, x = (y - in_parts(layer, x)).flatten(0, 1), x.flatten(0, 1)
-    w = weight.flatten()[:, None] / weight.sum()
-    mean_x, mean_y = (w * x).sum(0), (w * missing).sum(0)
-    x = x - mean_x
-    squares = (w * x).T @ x
-    squares.diagonal().add_(ridge * squares.diagonal().mean())
-    change = torch.cholesky_solve((w * x).T @ (missing - mean_y), torch.linalg.cholesky(squares)).T
-    layer.weight += change
-    layer.bias += mean_y - change @ mean_x
-
-
 @torch.no_grad()
-def fit(original: Model, known: list[Tensor], gone: set, way: str, bound: bool, ridge: float, large: float) -> Model:
+def fit(original: Model, known: list[Tensor], first: int, way: str, bound: bool) -> Model:
     """Replace norms by lines, block by block, on cached states of the original.
 
-    Ways: `pass` fits each norm on the original's states, `gains` on those of the new model, `weights` also regresses
-    the weights that read the norm to what they return in the original, and those that write to its stream.
+    Ways: `pass` fits each norm on the original's states, `gains` on those of the new model.
     """
-    model, h, changed = copy.deepcopy(original), known[0], False
+    model, h = copy.deepcopy(original), known[0]
     for number, (block, theirs) in enumerate(zip(model.blocks, original.blocks, strict=True)):
-        for k, norm, reader, middle, writer in SITES:
-            x, after, removed = known[2 * number + k - 1], known[2 * number + k], (number, k) in gone
-            changed |= removed
-            if not changed:
+        for k, norm, *rest in SITES:
+            x, after = known[2 * number + k - 1], known[2 * number + k]
+            if number < first:
                 h = after
                 continue
             y, mine = getattr(theirs, norm)(x), x if way == "pass" else h
-            weight = usual(x, large) * usual(mine, large)
-            if removed:
-                setattr(block, norm, line(mine, y, weight, bound))
-            y_mine = getattr(block, norm)(h)
-            if removed and way == "weights":
-                regress(getattr(block, reader), y_mine, in_parts(getattr(theirs, reader), y), weight, ridge)
-            m = in_parts(chain(block, reader, middle), y_mine)
-            if way == "weights":
-                regress(getattr(block, writer if k == 1 else "down"), m, after - h, weight / rms(after).square(), ridge)
-            h = h + in_parts(getattr(block, writer), m)
-    if "final" in gone:
-        mine = known[-1] if way == "pass" else h
-        model.norm = line(mine, original.norm(known[-1]), usual(known[-1]) * usual(mine), False)
+            setattr(block, norm, line(mine, y, usual(x) * usual(mine), bound))
+            h = h + in_parts(chain(block, norm, *rest), h)
+    mine = known[-1] if way == "pass" else h
+    model.norm = line(mine, original.norm(known[-1]), usual(known[-1]) * usual(mine), False)
     return model
 
 
@@ -356,38 +330,17 @@ def loss(model: Model, ids: Tensor, h: Tensor | None = None, start: int = 0) -> 
     return total if math.isfinite(total) else math.inf
 
 
-def costs(original: Model, lines: Model, valid: Tensor):
-    """Yield (way, layer, site, loss) without each norm alone, and without it and all that follow it."""
-    known, kept, joint = states(original, valid), copy.deepcopy(original), copy.deepcopy(original)
-    joint.norm = kept.norm = lines.norm
-    yield "alone", len(known) // 2, "final", loss(kept, valid, known[-1], len(kept.blocks))
-    kept.norm = original.norm
-    for number in reversed(range(len(kept.blocks))):
-        for norm in ("n2", "n1"):
-            block, new = kept.blocks[number], getattr(lines.blocks[number], norm)
-            old = getattr(block, norm)
-            setattr(block, norm, new)
-            yield "alone", number, norm, loss(kept, valid, known[2 * number], number)
-            setattr(block, norm, old)
-            setattr(joint.blocks[number], norm, new)
-            yield "last to first", number, norm, loss(joint, valid, known[2 * number], number)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     add = parser.add_argument
     add("model")
     add("wikitext", type=Path)
-    add("task", choices=["fit", "train", "cost", "blocks"])
-    add("--way", choices=["pass", "gains", "weights"], default="weights")
+    add("task", choices=["fit", "train", "blocks"])
+    add("--way", choices=["pass", "gains"], default="gains")
     add("--first", type=int, default=0, help="norms of this layer and all after it go, and the final norm")
-    add("--sites", choices=["both", "attention"], default="both")
     add("--bound", action="store_true", help="clamp what stands in a norm's place")
     add("--calm", type=int, nargs="*", default=[], help="layers whose MLP is clamped, so that no token becomes large")
     add("--sequences", type=int, default=16, help="to fit on, of 256 tokens")
-    add("--keep", type=int, default=0, help="attention norms of so many layers from the first stay")
-    add("--large", type=float, default=2.0, help="tokens above so many times the median are left out of the fit")
-    add("--ridge", type=float, default=0.3)
     add("--epochs", type=int, default=2, help="of training a block alone")
     add("--lr", type=float, default=4e-4)
     add("--minutes", type=float, default=13)
@@ -408,9 +361,10 @@ def main() -> None:
 
     with torch.no_grad():
         original = Model(llama, 0).requires_grad_(False)
-    valid = tokens("valid", 2 if args.task == "cost" else 8)
+    valid = tokens("valid", 8)
     base, start = loss(original, valid), time.time()
-    command = "python benchmarks/remove_norms_lm.py MODEL WIKITEXT " + " ".join(sys.argv[3:])
+    words = [w for w, before in zip(sys.argv[3:], sys.argv[2:], strict=False) if not {w, before} & {"--state", "--out"}]
+    command = "python benchmarks/remove_norms_lm.py MODEL WIKITEXT " + " ".join(words)
     about = {"bound": args.bound, "tokens_fitted": args.sequences * LENGTH, "evaluated_tokens": valid[:, 1:].numel()}
     about |= {"command": command, "commit": rows.commit(), "device": "Xeon with AMX, 1 thread, shared", "note": ""}
 
@@ -421,14 +375,8 @@ def main() -> None:
         tell(f"{way}: {gone} gone, {steps} steps, loss {value:.4f}")
         rows.keep(args.out, FIELDS, ("way", "norms_gone", "norms", "bound", "steps", "command"), [made])
 
-    first, way = (0, "pass") if args.task == "cost" else (args.first, args.way)
-    kinds = (1, 2) if args.sites == "both" else (1,)
-    gone = set(itertools.product(range(first, len(original.blocks)), kinds))
-    gone -= {(number, 1) for number in range(args.keep)}
-    gone |= {"final"} if args.sites == "both" else set()
-    norms = f"{'attention norms of ' if args.sites == 'attention' else ''}layers {first} to 29"
-    norms += f" but attention norms of layers 0 to {args.keep - 1}" if args.keep else ""
-    norms += " and final" if args.sites == "both" else ""
+    way, first = args.way, args.first
+    gone, norms = 2 * (len(original.blocks) - first) + 1, f"layers {first} to {len(original.blocks) - 1} and final"
     data = tokens("train", args.sequences + 4 * args.steps)
     fitted, data = data[: args.sequences], data[args.sequences :]
     teacher = original
@@ -442,19 +390,14 @@ def main() -> None:
         way, model = "blocks", copy.deepcopy(teacher)
         args.state.mkdir(parents=True, exist_ok=True)
         train_blocks(teacher, model, fitted, first, args.state, 1e-3, args.epochs)
-        row("blocks", len(gone), norms, args.epochs * len(fitted) // 4, loss(model, valid))
+        row("blocks", gone, norms, args.epochs * len(fitted) // 4, loss(model, valid))
     else:
-        model = fit(teacher, known, gone, way, args.bound, args.ridge, args.large)
-    if args.task == "cost":
-        row("original", 0, "none", 0, base)
-        for way, number, site, value in costs(original, model, valid):
-            row(way, 1, f"layer {number} {site}", 0, value)
-        return
+        model = fit(teacher, known, first, way, args.bound)
     if args.task != "blocks":
-        row(way, len(gone), norms, 0, loss(model, valid))
+        row(way, gone, norms, 0, loss(model, valid))
     if args.task != "fit":
         steps = train(original, model, data, valid, first, args.minutes, args.lr, args.state)
-        row(f"{way}, trained", len(gone), norms, steps, loss(model, valid))
+        row(f"{way}, trained", gone, norms, steps, loss(model, valid))
 
 
 if __name__ == "__main__":
