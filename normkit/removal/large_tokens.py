@@ -15,7 +15,6 @@ from normkit.norms import StatNorm
 
 LARGE = 6.0  # root mean square of a large token, by the median of all
 USUAL = 2.0  # that of a usual one, at most
-ROUNDS = 3  # of clamping layers that write large tokens
 
 
 class LargeToken(NamedTuple):
@@ -61,35 +60,30 @@ def clamp_writers(model: nn.Module, batches: Sequence[Any], forward: Forward | N
     Returns:
         The names of the layers.
     """
-    clamped: list[str] = []
-    for _ in range(ROUNDS):
-        found: dict[str, Tensor] = {}
-        last: list[Any] = ["", torch.empty(0), False]  # layer, what it wrote, whether tokens were large before
+    found: dict[str, Tensor] = {}
+    last: list[Any] = ["", None, False]  # layer, what it wrote, whether tokens were large before
 
-        def write(name: str, module: nn.Module, args: tuple, y: Tensor, last: list[Any] = last) -> None:
-            last[:2] = name, y
+    def write(name: str, module: nn.Module, args: tuple, y: Tensor) -> None:
+        last[:2] = name, y
 
-        def see(_: str, x: Tensor, last: list[Any] = last, found: dict[str, Tensor] = found) -> None:
-            name, y, was = last
-            sizes = _sizes(x)
-            last[2] = bool(sizes.max() > LARGE * sizes.median())
-            if last[2] and not was and name and y.shape == x.shape:
-                found[name] = _join(found.get(name), y[sizes < USUAL * sizes.median()])
+    def see(_: str, x: Tensor) -> None:
+        name, y, was = last
+        sizes = _sizes(x)
+        last[2] = bool(sizes.max() > LARGE * sizes.median())
+        if last[2] and not was and name and y.shape == x.shape:
+            found[name] = _join(found.get(name), y[sizes < USUAL * sizes.median()])
 
-        layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"}
-        with ExitStack() as hooks:
-            for name, layer in layers.items():
-                hooks.enter_context(layer.register_forward_hook(functools.partial(write, name)))
-            hooks.enter_context(_inputs(model, find(model), see))
-            for batch in batches:
-                last[2] = False
-                call(model, batch, forward)
-        for name, bounds in found.items():
-            model.set_submodule(name, nn.Sequential(layers[name], _clamp(bounds)).eval())
-        clamped += found
-        if not found:
-            break
-    return clamped
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"}
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_hook(functools.partial(write, name)))
+        hooks.enter_context(_inputs(model, find(model), see))
+        for batch in batches:
+            last[:] = "", None, False
+            call(model, batch, forward)
+    for name, bounds in found.items():
+        model.set_submodule(name, nn.Sequential(layers[name], _clamp(bounds)).eval())
+    return [*found]
 
 
 @torch.no_grad()
