@@ -2,7 +2,8 @@
 
     python benchmarks/remove_norms_lm.py MODEL WIKITEXT fit --way pass --bound --first 12
     python benchmarks/remove_norms_lm.py MODEL WIKITEXT train --calm 2 --bound --first 10 --minutes 13
-    python benchmarks/remove_norms_lm.py MODEL WIKITEXT blocks --calm 2 --bound --sequences 48 --state FOLDER
+    python benchmarks/remove_norms_lm.py MODEL WIKITEXT blocks --calm 2 --bound --minutes 14 --state FOLDER
+    python benchmarks/remove_norms_lm.py MODEL WIKITEXT time --sequences 32
 
 MODEL is a folder with a Llama checkpoint, WIKITEXT one with `wiki.train.tokens.xz` and `wiki.valid.tokens.xz`. A norm
 becomes `x * scale + shift`, constant per channel, which folds into the weights that read it. The first token is always
@@ -23,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import normkit
+from normkit.models.first_token import keep_first_token
 from normkit.models.huggingface import import_transformers
 
 LENGTH = 256  # tokens of a sequence, without the first token
@@ -330,12 +333,21 @@ def loss(model: Model, ids: Tensor, h: Tensor | None = None, start: int = 0) -> 
     return total if math.isfinite(total) else math.inf
 
 
+def time_of_fit(llama: nn.Module, ids: Tensor) -> float:
+    """Return the seconds in which the library fits all norms of the model to the originals."""
+    keep_first_token(llama, 0)
+    batches = [{"input_ids": part, "use_cache": False, "logits_to_keep": 1} for part in ids.split(4)]
+    converted, start = normkit.convert(llama, "un(warmup=0)").eval(), time.time()
+    normkit.calibrate(converted, batches, like=llama, inplace=True)
+    return time.time() - start
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     add = parser.add_argument
     add("model")
     add("wikitext", type=Path)
-    add("task", choices=["fit", "train", "blocks"])
+    add("task", choices=["fit", "train", "blocks", "time"])
     add("--way", choices=["pass", "gains"], default="gains")
     add("--first", type=int, default=0, help="norms of this layer and all after it go, and the final norm")
     add("--bound", action="store_true", help="clamp what stands in a norm's place")
@@ -359,6 +371,9 @@ def main() -> None:
             ids = tokenizer(file.read(number * LENGTH * 8), add_special_tokens=False)["input_ids"]
         return torch.tensor(ids[: number * LENGTH]).view(number, LENGTH)
 
+    if args.task == "time":
+        print(f"{time_of_fit(llama, tokens('train', args.sequences)):.1f} s")
+        return
     with torch.no_grad():
         original = Model(llama, 0).requires_grad_(False)
     valid = tokens("valid", 8)
