@@ -1,8 +1,9 @@
-"""Remove the norms of SmolLM2-135M by several ways, and print one row of CSV each.
+"""Remove the norms of SmolLM2-135M by several ways, and keep one row of CSV each.
 
-    python benchmarks/remove_norms_lm.py MODEL WIKITEXT fit --way weights --bound --first 12
-    python benchmarks/remove_norms_lm.py MODEL WIKITEXT train --first 0 --minutes 13
-    python benchmarks/remove_norms_lm.py MODEL WIKITEXT cost
+    python benchmarks/remove_norms_lm.py MODEL WIKITEXT fit --way pass --bound --first 12
+    python benchmarks/remove_norms_lm.py MODEL WIKITEXT train --calm 2 --bound --first 10 --minutes 13
+    python benchmarks/remove_norms_lm.py MODEL WIKITEXT blocks --calm 2 --bound --minutes 14 --state FOLDER
+    python benchmarks/remove_norms_lm.py MODEL WIKITEXT time --sequences 32
 
 MODEL is a folder with a Llama checkpoint, WIKITEXT one with `wiki.train.tokens.xz` and `wiki.valid.tokens.xz`. A norm
 becomes `x * scale + shift`, constant per channel, which folds into the weights that read it. The first token is always
@@ -11,24 +12,26 @@ the same, so its keys and values are parameters, and its stream is not computed.
 
 import argparse
 import copy
-import csv
 import functools
-import itertools
 import lzma
 import math
 import sys
 import time
 from pathlib import Path
 
+import rows
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import normkit
+from normkit.models.first_token import keep_first_token
 from normkit.models.huggingface import import_transformers
 
 LENGTH = 256  # tokens of a sequence, without the first token
-SITES = ((1, "n1", "qkv", "mix", "o"), (2, "n2", "gate_up", "act", "down"))  # half of a block: norm, readers, writer
-FIELDS = ["way", "first", "sites", "bound", "tokens", "steps", "seconds", "loss", "delta", "command"]
+SITES = ((1, "n1", "qkv", "mix", "o"), (2, "n2", "gate_up", "act", "add"))  # half of a block: norm, readers, writer
+FIELDS = ["way", "norms_gone", "norms", "bound", "tokens_fitted", "steps", "seconds", "loss", "delta"]
+FIELDS += ["evaluated_tokens", "command", "commit", "device", "note"]
 
 
 class Line(nn.Module):
@@ -36,7 +39,9 @@ class Line(nn.Module):
 
     def __init__(self, scale: Tensor, shift: Tensor, low: Tensor | None = None, high: Tensor | None = None):
         super().__init__()
-        self.scale, self.shift, self.low, self.high = nn.Parameter(scale), nn.Parameter(shift), low, high
+        self.scale, self.shift = nn.Parameter(scale), nn.Parameter(shift)
+        self.register_buffer("low", low)
+        self.register_buffer("high", high)
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.addcmul(self.shift, x, self.scale)
@@ -55,10 +60,16 @@ class Block(nn.Module):
         self.o, self.down = joined(attention.o_proj), joined(mlp.down_proj)
         self.key, self.value = nn.Parameter(key), nn.Parameter(value)  # [1, key heads, 1, width]
         self.width, self.theta = key.shape[-1], theta
+        self.calm: tuple[Tensor, Tensor] | None = None  # bounds of what the MLP adds
 
     def forward(self, h: Tensor) -> Tensor:
         h = h + self.o(self.mix(self.qkv(self.n1(h)))).float()
-        return h + self.down(self.act(self.gate_up(self.n2(h)))).float()
+        return h + self.add(self.act(self.gate_up(self.n2(h)))).float()
+
+    def add(self, x: Tensor) -> Tensor:
+        """Return what the MLP adds to the stream."""
+        y = self.down(x)
+        return y if self.calm is None else y.clamp(*self.calm)
 
     def mix(self, qkv: Tensor) -> Tensor:
         """Attention of `[batch, time, channels]`, before its output projection."""
@@ -117,9 +128,9 @@ def rms(x: Tensor) -> Tensor:
     return x.square().mean(-1).sqrt()
 
 
-def usual(x: Tensor, large: float = 2.0) -> Tensor:
-    """Return 1 for tokens below `large` times the median root mean square, else 0: `[batch, time]`."""
-    return (rms(x) < large * rms(x).median()).float()
+def usual(x: Tensor) -> Tensor:
+    """Return 1 for tokens below twice the median root mean square, else 0: `[batch, time]`."""
+    return (rms(x) < 2 * rms(x).median()).float()
 
 
 def states(model: Model, ids: Tensor) -> list[Tensor]:
@@ -146,58 +157,134 @@ def line(x: Tensor, y: Tensor, weight: Tensor, bound: bool) -> Line:
     return Line(scale.float(), (mean_y - scale * mean_x).float(), *((kept.amin(0), kept.amax(0)) if bound else ()))
 
 
-def regress(layer: nn.Linear, x: Tensor, y: Tensor, weight: Tensor, ridge: float) -> None:
-    """Change a linear layer so that it returns y; by ridge regression towards the weights that it has."""
-    missing, x = (y - in_parts(layer, x)).flatten(0, 1), x.flatten(0, 1)
-    w = weight.flatten()[:, None] / weight.sum()
-    mean_x, mean_y = (w * x).sum(0), (w * missing).sum(0)
-    x = x - mean_x
-    squares = (w * x).T @ x
-    squares.diagonal().add_(ridge * squares.diagonal().mean())
-    change = torch.cholesky_solve((w * x).T @ (missing - mean_y), torch.linalg.cholesky(squares)).T
-    layer.weight += change
-    layer.bias += mean_y - change @ mean_x
-
-
 @torch.no_grad()
-def fit(original: Model, known: list[Tensor], gone: set, way: str, bound: bool, ridge: float, large: float) -> Model:
+def fit(original: Model, known: list[Tensor], first: int, way: str, bound: bool) -> Model:
     """Replace norms by lines, block by block, on cached states of the original.
 
-    Ways: `pass` fits each norm on the original's states, `gains` on those of the new model, `weights` also regresses
-    the weights that read the norm to what they return in the original, and those that write to its stream.
+    Ways: `pass` fits each norm on the original's states, `gains` on those of the new model.
     """
-    model, h, changed = copy.deepcopy(original), known[0], False
+    model, h = copy.deepcopy(original), known[0]
     for number, (block, theirs) in enumerate(zip(model.blocks, original.blocks, strict=True)):
-        for k, norm, reader, middle, writer in SITES:
-            x, after, removed = known[2 * number + k - 1], known[2 * number + k], (number, k) in gone
-            changed |= removed
-            if not changed:
+        for k, norm, *rest in SITES:
+            x, after = known[2 * number + k - 1], known[2 * number + k]
+            if number < first:
                 h = after
                 continue
             y, mine = getattr(theirs, norm)(x), x if way == "pass" else h
-            weight = usual(x, large) * usual(mine, large)
-            if removed:
-                setattr(block, norm, line(mine, y, weight, bound))
-            y_mine = getattr(block, norm)(h)
-            if removed and way == "weights":
-                regress(getattr(block, reader), y_mine, in_parts(getattr(theirs, reader), y), weight, ridge)
-            m = in_parts(chain(block, reader, middle), y_mine)
-            if way == "weights":
-                regress(getattr(block, writer), m, after - h, weight / rms(after).square(), ridge)
-            h = h + in_parts(getattr(block, writer), m)
-    if "final" in gone:
-        mine = known[-1] if way == "pass" else h
-        model.norm = line(mine, original.norm(known[-1]), usual(known[-1]) * usual(mine), False)
+            setattr(block, norm, line(mine, y, usual(x) * usual(mine), bound))
+            h = h + in_parts(chain(block, norm, *rest), h)
+    mine = known[-1] if way == "pass" else h
+    model.norm = line(mine, original.norm(known[-1]), usual(known[-1]) * usual(mine), False)
     return model
 
 
-def train(original: Model, model: Model, data: Tensor, first: int, minutes: float, lr: float = 4e-4) -> int:
+@torch.no_grad()
+def calm(model: Model, layers: list[int], known: list[Tensor]) -> Model:
+    """Clamp what MLPs add to the range of tokens that stay usual, so that no token becomes large."""
+    model = copy.deepcopy(model)
+    for number in layers:
+        block, x = model.blocks[number], known[2 * number + 1]
+        added = in_parts(chain(block, *SITES[1][1:]), x)[usual(known[2 * number + 2]).bool()]
+        block.calm = added.amin(0), added.amax(0)
+    return model
+
+
+def read_weights(original: Model, number: int) -> Tensor:
+    """Return the mean weight `[channels]` with which the norms after a block read squares of the stream."""
+    gains = [norm.weight for block in original.blocks[number + 1 :] for norm in (block.n1, block.n2)]
+    squares = [gain.square() / gain.square().mean() for gain in (*gains, original.norm.weight)]
+    return torch.stack(squares).mean(0)
+
+
+def relative_error(h: Tensor, x: Tensor, weights: Tensor) -> Tensor:
+    """Return the squared error of each token, relative to its square."""
+    return (weights * (h - x).square()).sum(-1) / (weights * x.square()).sum(-1)
+
+
+def new_lines(model: Model, first: int) -> None:
+    """Put lines of any value in the place of norms, to load others into."""
+    dim = len(model.norm.weight)
+    for block in model.blocks[first:]:
+        block.n1, block.n2 = (Line(*torch.zeros(4, dim).unbind()) for _ in range(2))
+    model.norm = Line(*torch.zeros(2, dim).unbind())
+
+
+def train_blocks(original: Model, model: Model, data: Tensor, first: int, state: Path, lr: float, epochs: int) -> None:
+    """Replace the norms of each block by lines and train it towards the original's stream, first to last.
+
+    A block reads what the blocks before it, already trained, return. `model` has norms; it changes in place, and is
+    kept in a file after each block.
+    """
+    file, done, start = state / "blocks.pt", first, time.time()
+    if file.exists():
+        new_lines(model, first)
+        kept = torch.load(file, weights_only=True)
+        done = kept["done"]
+        model.load_state_dict(kept["model"], strict=False)
+    with torch.no_grad():
+        x = h = original.embed(data)
+    for number, (theirs, block) in enumerate(zip(original.blocks, model.blocks, strict=True)):
+        with torch.no_grad():
+            wanted = in_parts(theirs, x)
+        if number >= done:
+            everywhere, weights = torch.ones(h.shape[:2]), read_weights(original, number)
+            with torch.no_grad():
+                block.n1 = line(h, theirs.n1(x), everywhere, True)
+                y, mine = (each + in_parts(chain(b, *SITES[0][1:]), each) for b, each in ((theirs, x), (block, h)))
+                block.n2 = line(mine, theirs.n2(y), everywhere, True)
+                fitted = float(relative_error(in_parts(block, h), wanted, weights).mean())
+            parameters = [each.requires_grad_(True) for each in block.parameters()]
+            optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0, fused=True)
+            steps = epochs * len(data) // 4
+            for step in range(steps):
+                optimizer.param_groups[0]["lr"] = lr * min(1, (step + 1) / 8) * (1 - step / steps)
+                at = torch.randint(len(data), (4,))
+                with torch.autocast("cpu", torch.bfloat16):
+                    y = block(h[at])
+                value = relative_error(y, wanted[at], weights).log1p().mean()
+                optimizer.zero_grad()
+                value.backward()
+                nn.utils.clip_grad_norm_(parameters, 1.0)
+                optimizer.step()
+            block.requires_grad_(False)
+        with torch.no_grad():
+            h, x = in_parts(block, h), wanted
+            if number >= done:
+                trained = float(relative_error(h, x, weights).mean())
+                tell(f"block {number}: error {fitted:.4f} fitted, {trained:.4f} trained, {time.time() - start:.0f} s")
+                torch.save({"done": number + 1, "model": model.state_dict()}, state / "new")
+                (state / "new").replace(file)
+    with torch.no_grad():
+        model.norm = line(h, original.norm(x), torch.ones(h.shape[:2]), False)
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def train(
+    original: Model,
+    model: Model,
+    data: Tensor,
+    first: int,
+    minutes: float,
+    lr: float,
+    state: Path | None,
+    valid: Tensor,
+) -> int:
     """Train towards the stream of the original after each block and its outputs; return the number of steps."""
     model.requires_grad_(False).norm.requires_grad_(True)
     model.blocks[first:].requires_grad_(True)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer, start, done = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0), time.time(), 0
-    for ids in data.split(4):
+    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0, fused=True)
+    start, done = time.time(), 0
+    weights = [read_weights(original, number) for number in range(len(original.blocks))]
+    if state is not None and (file := state / "train.pt").exists():
+        kept = torch.load(file, weights_only=True)
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+        done, start = kept["done"], start - kept["seconds"]
+    for ids in data[4 * done :].split(4):
         share = max(4 * done / len(data), (time.time() - start) / (60 * minutes))
         if share >= 1:
             break
@@ -212,8 +299,7 @@ def train(original: Model, model: Model, data: Tensor, first: int, minutes: floa
                     h = x
                     continue
                 h = block(h)
-            error = (h - x).square().mean(-1) / x.square().mean(-1)
-            total = total + (usual(x) * error.log1p()).mean()
+            total = total + (usual(x) * relative_error(h, x, weights[number]).log1p()).mean()
         some = torch.randperm(ids.numel())[:256]  # the output's product is the largest
         with torch.autocast("cpu", torch.bfloat16):
             wanted, found = original.head(x.flatten(0, 1)[some]).float(), model.head(h.flatten(0, 1)[some]).float()
@@ -223,6 +309,14 @@ def train(original: Model, model: Model, data: Tensor, first: int, minutes: floa
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         done += 1
+        if done % 5 == 0:
+            tell(f"step {done}: stream {float(total):.3f}, outputs {float(outputs):.4f}, {time.time() - start:.0f} s")
+        if done % 25 == 0:
+            tell(f"step {done}: validation loss {loss(model, valid):.4f}")
+            if state is not None:
+                kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "done": done}
+                torch.save({**kept, "seconds": time.time() - start}, state / "new")
+                (state / "new").replace(state / "train.pt")
     return done
 
 
@@ -239,21 +333,13 @@ def loss(model: Model, ids: Tensor, h: Tensor | None = None, start: int = 0) -> 
     return total if math.isfinite(total) else math.inf
 
 
-def costs(original: Model, lines: Model, valid: Tensor):
-    """Yield (way, layer, site, loss) without each norm alone, and without it and all that follow it."""
-    known, kept, joint = states(original, valid), copy.deepcopy(original), copy.deepcopy(original)
-    joint.norm = kept.norm = lines.norm
-    yield "alone", len(known) // 2, "final", loss(kept, valid, known[-1], len(kept.blocks))
-    kept.norm = original.norm
-    for number in reversed(range(len(kept.blocks))):
-        for norm in ("n2", "n1"):
-            block, new = kept.blocks[number], getattr(lines.blocks[number], norm)
-            old = getattr(block, norm)
-            setattr(block, norm, new)
-            yield "alone", number, norm, loss(kept, valid, known[2 * number], number)
-            setattr(block, norm, old)
-            setattr(joint.blocks[number], norm, new)
-            yield "last to first", number, norm, loss(joint, valid, known[2 * number], number)
+def time_of_fit(llama: nn.Module, ids: Tensor) -> float:
+    """Return the seconds in which the library fits all norms of the model to the originals."""
+    keep_first_token(llama, 0)
+    batches = [{"input_ids": part, "use_cache": False, "logits_to_keep": 1} for part in ids.split(4)]
+    converted, start = normkit.convert(llama, "un(warmup=0)").eval(), time.time()
+    normkit.calibrate(converted, batches, like=llama, inplace=True)
+    return time.time() - start
 
 
 def main() -> None:
@@ -261,17 +347,18 @@ def main() -> None:
     add = parser.add_argument
     add("model")
     add("wikitext", type=Path)
-    add("task", choices=["fit", "train", "cost"])
-    add("--way", choices=["pass", "gains", "weights"], default="weights")
+    add("task", choices=["fit", "train", "blocks", "time"])
+    add("--way", choices=["pass", "gains"], default="gains")
     add("--first", type=int, default=0, help="norms of this layer and all after it go, and the final norm")
-    add("--sites", choices=["both", "attention"], default="both")
     add("--bound", action="store_true", help="clamp what stands in a norm's place")
+    add("--calm", type=int, nargs="*", default=[], help="layers whose MLP is clamped, so that no token becomes large")
     add("--sequences", type=int, default=16, help="to fit on, of 256 tokens")
-    add("--keep", type=int, default=0, help="attention norms of so many layers from the first stay")
-    add("--large", type=float, default=2.0, help="tokens above so many times the median are left out of the fit")
-    add("--ridge", type=float, default=0.3)
+    add("--epochs", type=int, default=2, help="of training a block alone")
+    add("--lr", type=float, default=4e-4)
     add("--minutes", type=float, default=13)
     add("--steps", type=int, default=160)
+    add("--state", type=Path, help="folder to continue from")
+    add("--out", type=Path, default=Path("papers/results/remove-norms-lm.csv"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -284,38 +371,48 @@ def main() -> None:
             ids = tokenizer(file.read(number * LENGTH * 8), add_special_tokens=False)["input_ids"]
         return torch.tensor(ids[: number * LENGTH]).view(number, LENGTH)
 
+    if args.task == "time":
+        print(f"{time_of_fit(llama, tokens('train', args.sequences)):.1f} s")
+        return
     with torch.no_grad():
         original = Model(llama, 0).requires_grad_(False)
-    valid = tokens("valid", 2 if args.task == "cost" else 8)
+    valid = tokens("valid", 8)
     base, start = loss(original, valid), time.time()
-    write = csv.writer(sys.stdout, lineterminator="\n").writerow
-    command = "python benchmarks/remove_norms_lm.py MODEL WIKITEXT " + " ".join(sys.argv[3:])
+    words = [w for w, before in zip(sys.argv[3:], sys.argv[2:], strict=False) if not {w, before} & {"--state", "--out"}]
+    command = "python benchmarks/remove_norms_lm.py MODEL WIKITEXT " + " ".join(words)
+    about = {"bound": args.bound, "tokens_fitted": args.sequences * LENGTH, "evaluated_tokens": valid[:, 1:].numel()}
+    about |= {"command": command, "commit": rows.commit(), "device": "Xeon with AMX, 1 thread, shared", "note": ""}
 
-    def row(way: str, first: object, sites: str, steps: int, value: float) -> None:
-        sites = f"{sites} but attention below {args.keep}" if args.keep else sites
-        fitted, seconds = args.sequences * LENGTH, round(time.time() - start)
-        losses = [f"{value:.4f}", f"{value - base:.4f}"]
-        write([way, first, sites, args.bound, fitted, steps, seconds, *losses, command])
-        sys.stdout.flush()
+    def row(way: str, gone: int, norms: str, steps: int, value: float) -> None:
+        way += f", MLP of layers {args.calm} clamped" if args.calm else ""
+        values = {"steps": steps, "seconds": round(time.time() - start), "loss": f"{value:.4f}"}
+        made = {"way": way, "norms_gone": gone, "norms": norms, **values, "delta": f"{value - base:.4f}", **about}
+        tell(f"{way}: {gone} gone, {steps} steps, loss {value:.4f}")
+        rows.keep(args.out, FIELDS, ("way", "norms_gone", "norms", "bound", "steps", "command"), [made])
 
-    write(FIELDS)
-    known = states(original, tokens("train", args.sequences))
-    first, way = (0, "pass") if args.task == "cost" else (args.first, args.way)
-    kinds = (1, 2) if args.sites == "both" else (1,)
-    gone = set(itertools.product(range(first, len(original.blocks)), kinds))
-    gone -= {(number, 1) for number in range(args.keep)}
-    gone |= {"final"} if args.sites == "both" else set()
-    model = fit(original, known, gone, way, args.bound, args.ridge, args.large)
-    if args.task == "cost":
-        row("original", "", "", 0, base)
-        for way, number, site, value in costs(original, model, valid):
-            row(way, number, site, 0, value)
-        return
-    row(args.way, first, args.sites, 0, loss(model, valid))
-    if args.task == "train":
-        data = tokens("train", args.sequences + 4 * args.steps)[args.sequences :]
-        steps = train(original, model, data, first, args.minutes)
-        row(f"{args.way}, trained", first, args.sites, steps, loss(model, valid))
+    way, first = args.way, args.first
+    gone, norms = 2 * (len(original.blocks) - first) + 1, f"layers {first} to {len(original.blocks) - 1} and final"
+    data = tokens("train", args.sequences + 4 * args.steps)
+    fitted, data = data[: args.sequences], data[args.sequences :]
+    teacher = original
+    if args.task != "blocks" or args.calm:
+        known = states(original, fitted[:16] if args.task == "blocks" else fitted)
+    if args.calm:
+        teacher = calm(original, args.calm, known)
+        row("original", 0, "none", 0, loss(teacher, valid))
+        known = [] if args.task == "blocks" else states(teacher, fitted)
+    if args.task == "blocks":
+        way, model = "blocks", copy.deepcopy(teacher)
+        args.state.mkdir(parents=True, exist_ok=True)
+        train_blocks(teacher, model, fitted, first, args.state, 1e-3, args.epochs)
+        row("blocks", gone, norms, args.epochs * len(fitted) // 4, loss(model, valid))
+    else:
+        model = fit(teacher, known, first, way, args.bound)
+    if args.task != "blocks":
+        row(way, gone, norms, 0, loss(model, valid))
+    if args.task != "fit":
+        steps = train(original, model, data, valid, first, args.minutes, args.lr, args.state)
+        row(f"{way}, trained", gone, norms, steps, loss(model, valid))
 
 
 if __name__ == "__main__":

@@ -87,8 +87,10 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--text", required=True, help="file with one text a line, or a data set of the Hub: org/name")
     one.add_argument("--out", type=Path, required=True, help="folder for the model without norms")
     one.add_argument("--second", metavar="TEXT", help="another text, to measure on alone")
-    one.add_argument("--steps", type=_positive, default=None, help="training steps; default: 300")
-    one.add_argument("--budget", type=float, help="train nothing: remove the norms whose removal costs at most this")
+    one.add_argument(
+        "--steps", type=_positive, default=None, help="training steps; default: 300, language models: none"
+    )
+    one.add_argument("--budget", type=float, help="train nothing: remove norms for at most this together")
     one.add_argument("--length", type=_positive, help="most tokens of a text; default: the model's, up to 512")
     one.add_argument("--lr", type=float, default=3e-4, help="highest learning rate; default: 3e-4")
     one.add_argument("--spread", type=float, help="limit for `fold`: 16 for float16 and 8-bit integers")
@@ -163,7 +165,8 @@ def remove_norms(given: argparse.Namespace) -> int:
     """Take the norms out of a trained model: fit, train towards its outputs, fold, compare.
 
     With --budget nothing is trained: the norms that cost at most this together go (nats of loss for language models,
-    1 - cosine for encoders), the others stay.
+    1 - cosine for encoders), the others stay. This is the default for language models, with 0.1 nats; with --steps all
+    norms go.
     """
     from normkit.removal.folders import Settings, remove_norms_dir
 

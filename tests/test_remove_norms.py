@@ -15,8 +15,10 @@ from torchvision_stub import load_torchvision
 
 import normkit
 from normkit.cli import main
+from normkit.models.first_token import Clamp, keep_first_token
 from normkit.norms import Norm
 from normkit.removal.folders import longest
+from normkit.removal.large_tokens import clamp_writers, large_first_token
 
 load_torchvision()
 WORDS = [f"w{number}" for number in range(40)]
@@ -100,7 +102,7 @@ def test_with_labels_statistics_are_of_batches_and_calibrated(encoder):
     assert "close" in report.verdict
 
 
-def language_model(outlier: float):
+def language_model(outlier: float, token: int = 1):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -108,7 +110,7 @@ def language_model(outlier: float):
         max_position_embeddings=64, initializer_range=0.3, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).eval()
-    model.model.embed_tokens.weight.data[1] *= outlier
+    model.model.embed_tokens.weight.data[token] *= outlier
     return model
 
 
@@ -141,6 +143,41 @@ def test_a_budget_keeps_the_norms_that_a_huge_first_token_makes_expensive():
     assert most[300] > 2 * most[1]
 
 
+def test_a_large_first_token_is_found_and_its_constant_keys_make_norms_removable():
+    assert large_first_token(language_model(1), first_tokens(2)) is None
+    model, batches = language_model(300), first_tokens(6)
+    weight = model.model.embed_tokens.weight.data
+    weight[3:] = 12 * nn.functional.normalize(weight[3:])  # all others are of one size
+    found = large_first_token(model, batches)
+    assert found.norm == "model.layers.0.input_layernorm"
+    assert found.ratio > 20
+    _, without = normkit.remove_norms(model, batches, budget=1e9, held_out=batches[:2])
+    keep_first_token(model, 1)
+    rest = [{"input_ids": batch["input_ids"][:, 1:]} for batch in batches]
+    folded, report = normkit.remove_norms(model, rest, budget=1e9, held_out=rest[:2], clamp=True)
+    assert report.fold.foldable == "7 of 7"
+    assert report.rise < 0.3 * without.rise
+    assert sum(isinstance(module, Clamp) for module in folded.modules()) == 7
+
+
+def test_layers_that_write_large_tokens_are_clamped_to_what_they_write_for_others():
+    model, batches = language_model(1), [{"input_ids": torch.randint(3, 45, (8, 24))} for _ in range(2)]
+    down, special = model.model.layers[0].mlp.down_proj, 7
+    for batch in batches:
+        batch["input_ids"][:, 5] = special
+
+    def write(module, args, y):  # large for one token
+        return torch.where((batch_ids[0] == special)[..., None], 100 * y, y)
+
+    batch_ids = [batches[0]["input_ids"]]
+    model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: batch_ids.__setitem__(0, kwargs["input_ids"]), with_kwargs=True
+    )
+    down.register_forward_hook(write)
+    assert clamp_writers(model, batches) == ["model.layers.0.mlp.down_proj"]
+    assert clamp_writers(model, batches) == []
+
+
 @pytest.mark.parametrize(
     ("given", "name"),
     [({"steps": 0}, "steps"), ({"lr": float("nan")}, "lr"), ({"budget": -1}, "budget"), ({"to": "rms"}, "to"),
@@ -159,14 +196,14 @@ def text(tmp_path_factory):
     return path
 
 
-def saved(kind, folder):
+def saved(kind, folder, outlier=1):
     transformers = pytest.importorskip("transformers")
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     (folder / "vocab.txt").write_text("\n".join(vocabulary), encoding="utf8")
     transformers.BertTokenizerFast(str(folder / "vocab.txt"), model_max_length=48).save_pretrained(folder)
     torch.manual_seed(0)
     if kind == "LlamaForCausalLM":
-        model = language_model(1)
+        model = language_model(outlier, 2)  # [CLS], which the tokenizer puts before every text
     else:
         config = transformers.BertConfig(
             vocab_size=45, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
@@ -221,7 +258,7 @@ def test_a_folder_loses_its_norms_and_stays_a_drop_in(kind, text, tmp_path, caps
     texts = {row["text"] for row in kept["rows"]}
     assert texts == {"held out", "second text"}
     if kind == "LlamaForCausalLM":
-        assert set(kept["rows"][0]) == {"text", "positions", "loss", "original", "same next"}
+        assert set(kept["rows"][0]) == {"text", "positions", "perplexity", "original", "same next"}
         assert len(kept["samples"]) == 3
     else:
         assert [row["tokens"] for row in kept["rows"][:2]] == sorted(row["tokens"] for row in kept["rows"][:2])
@@ -247,10 +284,33 @@ def test_a_budget_on_the_command_line_writes_the_costs_by_depth(text, tmp_path, 
     assert [int(row["depth"]) for row in rows] == list(range(7))
     kept = json.loads((out / "removal.json").read_text())["removal"]
     assert kept["scores"]["without norms"] - kept["scores"]["original"] <= 0.2 + 1e-4
-    modules = normkit.load_pretrained(out).named_modules()
-    gone = {row["norm"] for row in rows if row["gone"] == "yes"}
-    assert gone <= {name for name, module in modules if isinstance(module, nn.Identity)}
+    modules = dict(normkit.load_pretrained(out).named_modules())
+    for row in rows:
+        assert (row["gone"] == "yes") == ("Norm" not in type(modules[row["norm"]]).__name__)
     assert (out / "load.py").is_file()
+
+
+def test_a_folder_with_a_large_first_token_keeps_its_keys_and_generates(text, tmp_path):
+    (tmp_path / "model").mkdir()
+    folder, out = saved("LlamaForCausalLM", tmp_path / "model", 300), tmp_path / "out"
+    assert main([str(word) for word in ["remove-norms", folder, "--text", text, "--budget", 5, "--out", out]]) == 0
+    kept = json.loads((out / "removal.json").read_text())
+    assert "[CLS]" in kept["about"]
+    model, ids = normkit.load_pretrained(out), torch.tensor([[7, 9, 12], [0, 5, 8]])
+    mask = (ids > 0).long()
+    made = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    for row, start in zip(made, (0, 1), strict=True):
+        with torch.no_grad():
+            found = model(input_ids=row[None, start:]).logits[0].argmax(-1)
+        assert torch.equal(found[2 - start : -1], row[3:])  # padding on the left changes nothing
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    words = [sys.executable, "-c", LOADS, str(out), "AutoModelForCausalLM", "False"]
+    subprocess.run(words, check=True, env=environment)
+    with torch.no_grad():
+        wanted = model(input_ids=torch.tensor([[2, 7, 9, 3]]))[0]
+    torch.testing.assert_close(torch.load(out / "found.pt")[0], wanted, rtol=1e-4, atol=1e-5)
+    transformers = pytest.importorskip("transformers")
+    assert transformers.AutoTokenizer.from_pretrained(out)("w1")["input_ids"] == [6]
 
 
 def test_the_length_is_the_folders(tmp_path):

@@ -4,6 +4,7 @@ Weights are read from safetensors only, and code in a folder is not run.
 """
 
 import importlib
+import inspect
 import json
 import re
 import sys
@@ -17,6 +18,7 @@ from torch import nn
 
 from normkit._util import as_path
 from normkit.models.extras import needs
+from normkit.models.first_token import Clamp, begin
 from normkit.models.model_changes import KEY, apply_changes, write_changes
 from normkit.models.take_apart import GatedNorm
 
@@ -24,7 +26,14 @@ VARIANT = "normkit"  # of the weight files: from_pretrained fails for want of an
 WEIGHTS = re.compile(r"model(\.normkit)?(-\d+-of-\d+)?\.safetensors(\.index(\.normkit)?\.json)?")  # file names
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-STANDARD = {"identity", "affine", "LayerNorm", "RMSNorm"}  # what load.py can put in the place of a norm
+STANDARD = {
+    "identity",
+    "affine",
+    "LayerNorm",
+    "RMSNorm",
+    "clamped norm",
+    "clamped",
+}  # what load.py can put in the place of a norm
 AUTO_CLASS = "load.Folded"  # in config.json, for trust_remote_code=True
 LOAD = '''"""Load the folded model of this folder: python -c "import load; model = load.model()". Needs no normkit.
 
@@ -55,7 +64,17 @@ class MultiplyAdd(nn.Module):
         return y.to(x.dtype)
 
 
-def left(change):
+CLAMP
+
+
+BEGIN
+
+
+def left(change, old):
+    if change["is"] == "clamped norm":
+        return nn.Sequential(Clamp(change["dim"]), left(change["then"], old))
+    if change["is"] == "clamped":
+        return nn.Sequential(old, Clamp(change["dim"]))
     if change["is"] == "affine":
         return MultiplyAdd(change["dim"], change["weight"], change["bias"], change["channel_dim"])
     if change["is"] == "LayerNorm":
@@ -74,7 +93,7 @@ class Folded(Architecture):
         super().__init__(config, *args, **kwargs)
         changes = config.normkit
         for name, change in changes["norms"].items():
-            self.set_submodule(name, left(change))
+            self.set_submodule(name, left(change, self.get_submodule(name)))
             self.get_submodule(name)._is_hf_initialized = True
         for name, length in changes["biases"].items():
             owner, key = name.rsplit(".", 1)
@@ -89,6 +108,10 @@ class Folded(Architecture):
             module = self.get_submodule(name)
             for key in list(module.parametrizations):
                 torch.nn.utils.parametrize.remove_parametrizations(module, key)
+        if "first" in changes:
+            self.base_model.register_buffer("first_keys", torch.zeros(changes["first"]))
+            self.base_model.register_buffer("first_values", torch.zeros(changes["first"]))
+            self.base_model.register_forward_pre_hook(begin, with_kwargs=True)
         for name in changes["untied"]:
             module = self.get_submodule(name)
             module.weight = nn.Parameter(torch.empty_like(module.weight))
@@ -144,10 +167,18 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as new:  # the old files stay if the disk is full
         with quiet(import_transformers()):
             model.save_pretrained(new, variant=VARIANT if changes else None)
-        loads = bool(changes) and not gated and {change["is"] for change in changes["norms"].values()} <= STANDARD
+        loads = (
+            bool(changes)
+            and not gated
+            and {change.get("then", change)["is"] for change in changes["norms"].values()} <= STANDARD
+        )
         _set_auto_class(Path(new, "config.json"), loads)
         if loads:
-            Path(new, "load.py").write_text(LOAD.replace("ARCHITECTURE", type(model).__name__), encoding="utf8")
+            text = LOAD.replace("ARCHITECTURE", type(model).__name__)
+            text = text.replace("CLAMP", inspect.getsource(Clamp).rstrip()).replace(
+                "BEGIN", inspect.getsource(begin).rstrip()
+            )
+            Path(new, "load.py").write_text(text, encoding="utf8")
         replaced = [file for file in folder.glob("model*") if WEIGHTS.fullmatch(file.name)]
         if (script := folder / "load.py").is_file() and script.read_text("utf8").startswith(LOAD.splitlines()[0]):
             replaced.append(script)  # of the model before

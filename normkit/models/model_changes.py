@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations,
 
 from normkit.models.affine import Affine
 from normkit.models.fastpath import leave_fast_path
+from normkit.models.first_token import Clamp, put_first_token
 from normkit.models.hooks import channels_first
 from normkit.models.masks import mask_arguments, route_mask
 from normkit.models.take_apart import take_norms_apart
@@ -72,7 +73,11 @@ def find_changes(model: Any) -> dict[str, Any]:
         for key, value in here._parameters.items():
             if value is not None and there._parameters.get(key) is None and name not in plain:
                 biases[f"{name}.{key}"] = value.numel()
-    return {"norms": norms, "biases": biases, "buffers": buffers, "plain": plain, "untied": _untied(model, fresh)}
+    first = getattr(getattr(model, "base_model", model), "first_keys", None)
+    return {
+        "norms": norms, "biases": biases, "buffers": buffers, "plain": plain, "untied": _untied(model, fresh),
+        **({} if first is None else {"first": list(first.shape)}),
+    }  # fmt: skip
 
 
 def apply_changes(model: Any, changes: Mapping[str, Any]) -> None:
@@ -82,7 +87,8 @@ def apply_changes(model: Any, changes: Mapping[str, Any]) -> None:
         take_norms_apart(model, {each for name in changes["norms"] for each in (name, f"{prefix}.{name}")})
         for name, change in changes["norms"].items():
             full = _full_name(model, name)
-            old, new = model.get_submodule(full), _build(change)
+            old = model.get_submodule(full)
+            new = _build(change, old)
             if isinstance(new, Norm):
                 new.contiguous = is_contiguous(old) and new.channel_dim == -1
             model.set_submodule(full, new)
@@ -99,6 +105,8 @@ def apply_changes(model: Any, changes: Mapping[str, Any]) -> None:
             module = model.get_submodule(_full_name(model, name))
             for key in list(module.parametrizations):
                 remove_parametrizations(module, key)
+        if shape := changes.get("first"):
+            put_first_token(model, torch.zeros(shape), torch.zeros(shape))
         for name in changes["untied"]:
             module = model.get_submodule(_full_name(model, name))
             module.weight = nn.Parameter(torch.empty_like(module.weight))
@@ -126,6 +134,10 @@ def _full_name(model: Any, name: str) -> str:
 
 def _describe(name: str, module: nn.Module) -> dict[str, Any]:
     affine = {key: getattr(module, key, None) is not None for key in ("weight", "bias")}
+    if isinstance(module, nn.Sequential) and isinstance(module[0], Clamp):
+        return {"is": "clamped norm", "dim": len(module[0].low), "then": _describe(name, module[1])}
+    if isinstance(module, nn.Sequential) and isinstance(module[-1], Clamp):
+        return {"is": "clamped", "dim": len(module[-1].low)}
     if isinstance(module, nn.Identity):
         return {"is": "identity"} | ({"weight": True} if affine["weight"] else {})
     if isinstance(module, Affine):
@@ -144,8 +156,12 @@ def _describe(name: str, module: nn.Module) -> dict[str, Any]:
     )
 
 
-def _build(change: Mapping[str, Any]) -> nn.Module:
+def _build(change: Mapping[str, Any], old: nn.Module) -> nn.Module:
     kind = change["is"]
+    if kind == "clamped norm":
+        return nn.Sequential(Clamp(change["dim"]), _build(change["then"], old))
+    if kind == "clamped":
+        return nn.Sequential(old, Clamp(change["dim"]))
     if kind == "identity":
         identity = nn.Identity()
         if "weight" in change:

@@ -15,6 +15,7 @@ from normkit.models.fit import Moments, solve
 from normkit.models.invoke import Forward, call, input_and_mask
 from normkit.models.take_apart import take_norms_apart
 from normkit.norms import StatNorm
+from normkit.removal.large_tokens import place_of
 
 Score = Callable[[nn.Module], float]  # of a model; lower is better
 
@@ -65,6 +66,7 @@ def choose(
     converted: nn.Module,
     batches: Sequence[Any],
     score: Score,
+    base: float,
     budget: float,
     *,
     forward: Forward | None = None,
@@ -83,6 +85,7 @@ def choose(
         converted: The model with offline norms.
         batches: To fit on.
         score: Returns a number for a model, such as its loss.
+        base: The score of the original.
         budget: Largest rise of the score.
         forward: Called as `forward(model, batch)` in place of the model.
         mask: Called as `mask(batch)`; returns True for real positions, or None.
@@ -92,7 +95,7 @@ def choose(
     if set(names) - {name for name, _ in original.named_modules()}:
         take_norms_apart(original := copy_model(original), names)  # modules of norm and activation
     order = _fit_alone(original, converted, names, batches, forward, mask)
-    base, tried = score(original), 0
+    tried = 0
 
     def rise(chosen: Iterable[str]) -> float:
         nonlocal tried
@@ -107,7 +110,7 @@ def choose(
     blocks: dict[str, list[str]] = {}
     for name in sorted(order, key=alone.__getitem__):
         if alone[name] <= budget:
-            blocks.setdefault(block_of(name), []).append(name)
+            blocks.setdefault(block_of(place_of(converted, name)), []).append(name)
     gone: list[str] = []
     cheapest = sorted(blocks.values(), key=lambda block: sum(alone[name] for name in block))
     lowest = 0.0
@@ -125,15 +128,16 @@ def choose(
             if score(fitted) - base < lowest:
                 model = fitted
         forwards += 4
-    costs = tuple(Cost(name, block_of(name), alone[name], name in gone) for name in order)
+    places = {name: place_of(converted, name) for name in order}
+    costs = tuple(Cost(places[name], block_of(places[name]), alone[name], name in gone) for name in order)
     return Chosen(model.eval(), costs, forwards)
 
 
 def mixed(original: nn.Module, converted: nn.Module, names: Iterable[str]) -> nn.Module:
     """Return the original with some norms of the converted model; tensors are shared."""
     model = copy_model(original, share_all=True)
-    for name in names:
-        model.set_submodule(name, converted.get_submodule(name))
+    for place in {place_of(converted, name) for name in names}:
+        model.set_submodule(place, converted.get_submodule(place))
     return model
 
 

@@ -22,7 +22,9 @@ from normkit.fold import fold
 from normkit.fold.checkpoints import copy_small_files
 from normkit.fold.folders import example_for
 from normkit.models import load_pretrained, save_pretrained
+from normkit.models.first_token import keep_first_token
 from normkit.removal.distill import mask_of, pick_output, pooled
+from normkit.removal.large_tokens import large_first_token
 from normkit.removal.remove import Removal, remove_norms
 from normkit.removal.state import check_out, claimed
 from normkit.removal.texts import Texts, read_text, split
@@ -32,12 +34,13 @@ LENGTHS = (16, 64, 256, 1024)  # tokens at which the report measures, up to the 
 ITEMS = 128  # texts at each length
 WINDOWS, SCORED = 4, 32  # texts to score on, for language models and others
 PROMPT, CONTINUED = 16, 24  # tokens
+BUDGET = 0.1  # nats, of a language model by default
 FILE, COSTS = "removal.json", "costs.csv"
 TERMS = {
     "encoder": "cosine: between a text's vector of the model without norms and of the original, 1 if equal; worst 1 %: "
     "1 % of the texts are below; same nearest: texts whose nearest other text is the same.",
-    "causal": "loss: of the next token, in nats (perplexity is its exponential), by position in the text; same next: "
-    "tokens after which both models find the same token most likely.",
+    "causal": "perplexity: of the next token, by position in the text; same next: tokens after which both models find "
+    "the same token most likely.",
     "head": "divergence: Kullback-Leibler, of the output from the original's, in nats; same class: outputs whose most "
     "likely class is the same.",
 }
@@ -51,8 +54,9 @@ class Settings:
     Attributes:
         text: Text to train on: a file with one text a line, or a data set of the Hub.
         second: Another such text, which is measured on alone.
-        steps: Training steps; None for 300.
-        budget: Largest rise of loss or cosine distance, without training; None to train.
+        steps: Training steps, after which no norm is left; None for 300.
+        budget: Largest rise of loss or cosine distance, without training; None to train. A language model gets 0.1
+            nats if neither is given.
         length: Most tokens of a text; None for the model's, at most 512.
         lr: Highest learning rate.
         spread: Limit that `fold` gets; 16 suits float16 and 8-bit integers.
@@ -133,24 +137,31 @@ def remove_norms_dir(
     texts, others = make(lines), {"held out": make(held_out)}
     if settings.second is not None:
         others["second text"] = make(read_text(settings.second))
+    first, budget = "", settings.budget
+    if kind == "causal":
+        first = _constant_first_token(model, tokenizer, texts, [*others.values()])
+        budget = BUDGET if budget is None and settings.steps is None else budget
     measured = others["held out"].of_length(length, WINDOWS if kind == "causal" else SCORED)
     with claimed(path, out, dataclasses.asdict(settings), resume) as checkpoint:
         score = functools.partial(_mean_loss, measured) if kind == "causal" else None
         folded, removal = remove_norms(
-            model, texts.training(settings.seed), steps=settings.steps, budget=settings.budget, lr=settings.lr,
-            held_out=measured, score=score, unit="loss of the next token, in nats" if kind == "causal" else "",
+            model, texts.training(settings.seed), steps=settings.steps, budget=budget, lr=settings.lr,
+            held_out=measured, score=score, clamp=kind == "causal",
+            unit="loss of the next token, in nats" if kind == "causal" else "",
             fold=lambda trained: fold(trained, **_example(trained, settings.device), spread=settings.spread),
             seed=settings.seed, checkpoint=checkpoint, on_progress=on_progress,
         )  # fmt: skip
         folded = folded.to(dtype)
         save_pretrained(folded, out)
         copy_small_files(path, out)
+        if first and texts.added:
+            _without_added_tokens(tokenizer).save_pretrained(out)
         pool = _pooling(path)
         rows = [
             {"text": name, **row} for name, other in others.items() for row in _rows(kind, folded, model, other, pool)
         ]
         found = DirRemoval(
-            removal, rows, TERMS[kind], _about(settings, length, removal),
+            removal, rows, TERMS[kind], f"{_about(settings, length, removal)}{first}",
             _continue(tokenizer, model, folded, others["held out"]) if kind == "causal" else {}, _load_lines(path, out),
         )  # fmt: skip
         kept = {"settings": dataclasses.asdict(settings), **dataclasses.asdict(found), "fold": str(removal.fold)}
@@ -176,6 +187,33 @@ def _tokenizer(path: Path) -> Any:
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise ValueError(f"{path} holds no tokenizer; write it there with `tokenizer.save_pretrained`")
     return AutoTokenizer.from_pretrained(path, local_files_only=True, padding_side="right")
+
+
+def _constant_first_token(model: Any, tokenizer: Any, texts: Texts, others: list[Texts]) -> str:
+    """Keep the keys and values of a first token in the model, if first tokens are large; return what was done."""
+    found = large_first_token(model, texts.of_length(texts.length, WINDOWS))
+    if found is None:
+        return ""
+    named = [*texts.begin, tokenizer.bos_token_id, tokenizer.eos_token_id]
+    token = next((each for each in named if each is not None), 0)
+    keep_first_token(model, token)
+    for each in (texts, *others):
+        each.begin = []
+    return (
+        f" The first token of a text is up to {found.ratio:.0f} times as large as others, from {found.norm} on. So "
+        f"{tokenizer.decode([token])!r} is now before every text, as constant keys and values: do not put it there."
+    )
+
+
+def _without_added_tokens(tokenizer: Any) -> Any:
+    """Return a tokenizer that puts no tokens before or after a text."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast  # others put them there again when they are loaded
+
+    backend = tokenizer.backend_tokenizer
+    backend.post_processor = TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
+    kept = {"model_max_length": tokenizer.model_max_length, "chat_template": tokenizer.chat_template}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **kept, **tokenizer.special_tokens_map)
 
 
 def _kind(model: Any) -> str:
@@ -221,9 +259,10 @@ def _rows(kind: str, model: Any, original: Any, texts: Texts, pool: Callable[...
         before, mine = (torch.cat([pair[at][0] for pair in pairs]) for at in (0, 1))
         same = torch.cat([pair[0][1] == pair[1][1] for pair in pairs])
         parts = [("positions", f"{low} to {high}", slice(low, high)) for low, high in pairwise([0, *lengths])]
-        parts = [part for part in parts if before[:, part[2]].numel()]
+        parts = [("positions", "all", slice(None)), *(part for part in parts if before[:, part[2]].numel())]
         return [
-            {name: which, "loss": float(mine[:, at].mean()), "original": float(before[:, at].mean()),
+            {name: which, "perplexity": float(mine[:, at].mean().exp()),
+             "original": float(before[:, at].mean().exp()),
              "same next": f"{100 * float(same[:, at].double().mean()):.1f} %"} for name, which, at in parts
         ]  # fmt: skip
     rows = []

@@ -22,6 +22,7 @@ from normkit.models.invoke import Call, Forward, Pick, arguments, call, check_ba
 from normkit.norms import StatNorm, make, parse
 from normkit.removal.budget import Cost, Score, choose
 from normkit.removal.distill import Comparison, Loss, mask_of, train
+from normkit.removal.large_tokens import add_clamps, clamp_writers, clamps_first
 
 STEPS = 300  # of training
 FITTED = 8  # batches that gains and biases are fitted to
@@ -59,6 +60,12 @@ class Removal:
         return self.scores["without norms"] - self.scores["original"]
 
     @property
+    def stay(self) -> str:
+        """Which norms stay, by block."""
+        blocks = dict.fromkeys(cost.block for cost in self.costs if not cost.gone)
+        return f" Norms stay in {', '.join(blocks)}." if blocks else ""
+
+    @property
     def verdict(self) -> str:
         """What the numbers mean, in words."""
         if self.budget is not None:
@@ -66,6 +73,7 @@ class Removal:
             return (
                 f"{gone} of {len(self.costs)} norms can go for {self.rise:.3g} of a budget of {self.budget:g}, without "
                 f"training. The most expensive norm alone costs {most:.3g}. This took {self.forwards} forwards."
+                f"{self.stay}"
             )
         near, far = next((limits for unit, limits in CLOSE.items() if unit in self.unit), (None, None))
         if near is None or far is None:
@@ -102,6 +110,7 @@ def remove_norms(
     loss: Loss | None = None,
     score: Score | None = None,
     unit: str = "",
+    clamp: bool = False,
     to: str = "un(warmup=0)",
     lr: float = 3e-4,
     statistics: str | None = None,
@@ -132,6 +141,9 @@ def remove_norms(
         loss: Called as `loss(model, batch)`: train on it, with dropout. None for the distance from the original.
         score: Called as `score(model)`; lower is better. None for the distance from the original.
         unit: What `score` is, for the report.
+        clamp: Clamp each channel of what stands in a norm's place to the range of what the norm returned. Without
+            norms nothing else bounds the product in a gated MLP. With training the layers that write tokens much
+            larger than others are clamped, too.
         to: Spec of the norm that is folded.
         lr: Highest learning rate. Without norms nothing bounds activations: a third of the model's own, or less.
         statistics: Statistics of the new norms in training: "frozen", or "batches", calibrated at the end. None for
@@ -178,32 +190,45 @@ def remove_norms(
     unit = UNITS[compare.logits] if score is None else unit or "score"
     scored: Score = score or functools.partial(compare.mean, batches=measured)
     mask_from = "attention_mask" if mask is mask_of and mask_of(first[0]) is not None else None
-    converted = convert(original, to, mask_from=mask_from).eval()
+    teacher = copy.deepcopy(original) if clamp else original
+    if clamp:
+        if budget is None:
+            clamp_writers(teacher, first, forward)
+        add_clamps(teacher, first, forward)
+    converted = convert(teacher, to, mask_from=mask_from).eval()
     example = arguments(first[0])
     folding = fold or functools.partial(_fold, example=example, outputs=outputs)
+
+    def folded_and_scored(model: nn.Module) -> tuple[nn.Module, Report]:
+        progress("folding", 0, 1)
+        clamps_first(model)
+        folded, report = folding(model)
+        scores["without norms"] = scored(folded)
+        return folded, report
+
     scores = {"original": scored(original)}
     if budget is not None:
-        chosen = choose(original, converted, first, scored, budget, forward=forward, mask=mask, on_progress=progress)
-        progress("folding", 0, 1)
-        folded, report = folding(chosen.model)
-        scores["without norms"] = scored(folded)
+        chosen = choose(
+            teacher, converted, first, scored, scores["original"], budget, forward=forward, mask=mask,
+            on_progress=progress,
+        )  # fmt: skip
+        folded, report = folded_and_scored(chosen.model)
         return folded, Removal(report, scores, unit, 0, chosen.costs, budget, chosen.forwards)
     calibrate(
-        converted, first, like=original, forward=forward, on_progress=functools.partial(progress, "fitting norm"),
+        converted, first, like=teacher, forward=forward, on_progress=functools.partial(progress, "fitting norm"),
         inplace=True,
     )  # fmt: skip
     scores["fitted"] = scored(converted)
     sites = [name for name, module in converted.named_modules() if isinstance(module, StatNorm)]
     with _tables_kept(converted) if loss is None else contextlib.nullcontext():
         train(
-            converted, loss or compare.loss(sites), data, steps=steps, lr=lr, dropout=loss is not None, frozen=frozen,
-            checkpoint=checkpoint, on_step=lambda step, _: progress("training, step", step, steps),
+            converted, loss or compare._replace(original=teacher).loss(sites), data, steps=steps, lr=lr,
+            dropout=loss is not None, frozen=frozen, checkpoint=checkpoint,
+            on_step=lambda step, _: progress("training, step", step, steps),
         )  # fmt: skip
     if not frozen:
         calibrate(converted, islice(data, CALIBRATED), forward=forward, inplace=True)
-    progress("folding", 0, 1)
-    folded, report = folding(converted)
-    scores["without norms"] = scored(folded)
+    folded, report = folded_and_scored(converted)
     return folded, Removal(report, scores, unit, steps)
 
 

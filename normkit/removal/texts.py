@@ -69,6 +69,7 @@ class Texts:
         self.tokenizer, self.length, self.causal, self.device = tokenizer, length, causal, device
         if causal:
             self.begin = tokenizer("")["input_ids"]  # the tokens that it puts before every text
+            self.added = bool(self.begin)
             self.items: Any = tokenizer("\n".join(lines), add_special_tokens=False, verbose=False)["input_ids"]
         else:
             self.items = [part for line in lines for part in re.split(r"(?<=[.!?])\s+", line.strip()) if part]

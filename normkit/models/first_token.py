@@ -1,0 +1,75 @@
+"""A constant first token, and clamps, for causal models whose tokens differ much in size."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Clamp(nn.Module):
+    """Clamp each channel to a range; the range is infinite until it is set."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.register_buffer("low", torch.full((dim,), -torch.inf))
+        self.register_buffer("high", torch.full((dim,), torch.inf))
+
+    def forward(self, x, mask=None):
+        """Return `x` within the range; a mask changes nothing."""
+        return torch.clamp(x, self.low.to(x.dtype), self.high.to(x.dtype))
+
+
+def begin(module, args, kwargs):
+    """Put the constant keys and values before those of a call that begins a text, and shift masks and positions."""
+    from transformers import DynamicCache
+
+    names = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds")
+    given = {**kwargs, **dict(zip(names, args, strict=False))}
+    cache, ids = given.get("past_key_values"), given.get("input_ids")
+    cache = DynamicCache(config=module.config) if cache is None else cache
+    if cache.get_seq_length() == 0:
+        size = len(given["inputs_embeds"] if ids is None else ids)
+        for layer, pair in enumerate(zip(module.first_keys, module.first_values, strict=True)):
+            cache.update(*(each.expand(size, -1, -1, -1) for each in pair), layer)
+    given["past_key_values"] = cache
+    if (mask := given.get("attention_mask")) is not None:
+        given["attention_mask"] = torch.cat([torch.ones_like(mask[:, :1]), mask], 1)
+    if given.get("position_ids") is not None:
+        given["position_ids"] = given["position_ids"] + 1
+    return (), given
+
+
+def put_first_token(model: Any, keys: Tensor, values: Tensor) -> None:
+    """Let every text of a causal model begin with a token of which only keys and values are left, in place.
+
+    The token is before those that the model is given, and its own output is not returned.
+
+    Args:
+        model: A causal model of transformers.
+        keys: Keys by layer, `[layers, 1, heads, 1, width]`.
+        values: Values by layer, alike.
+    """
+    base = model.base_model
+    base.register_buffer("first_keys", keys)
+    base.register_buffer("first_values", values)
+    base.register_forward_pre_hook(begin, with_kwargs=True)
+
+
+@torch.no_grad()
+def keep_first_token(model: Any, token: int) -> None:
+    """Let every text of a causal model begin with one token, in place.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=9, **sizes)).eval()
+        >>> whole = model(torch.tensor([[1, 5, 7]])).logits
+        >>> keep_first_token(model, 1)
+        >>> torch.allclose(model(torch.tensor([[5, 7]])).logits, whole[:, 1:], atol=1e-6)
+        True
+    """
+    device = next(model.parameters()).device
+    layers = model(torch.tensor([[token]], device=device), use_cache=True).past_key_values.layers
+    if any(getattr(layer, "keys", None) is None for layer in layers):
+        raise ValueError(f"{type(model).__name__} has layers without keys; a first token can stay in attention alone")
+    put_first_token(model, *(torch.stack([getattr(x, k) for x in layers]) for k in ("keys", "values")))
