@@ -60,7 +60,7 @@ CASES = [  # name of the argument in the error, call
 ]
 
 
-@pytest.mark.parametrize(("argument", "call"), CASES, ids=str)
+@pytest.mark.parametrize(("argument", "call"), CASES, ids=[argument for argument, _ in CASES])
 def test_the_error_names_the_argument(argument, call):
     with pytest.raises((TypeError, ValueError), match=argument):
         call()
