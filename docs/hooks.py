@@ -22,6 +22,7 @@ LONG, WIDE = 40, 60  # rows of a table that is shown open, characters of a cell
 ROOT = Path(__file__).parents[1]
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 RESULT = re.compile(r"<!-- table (\w+):((?: \w+)+)(?:; (\w+)=([\w .-]+))? -->")  # file: columns; rows with a value
+STUDY = re.compile(r"<!-- study ([\w.-]+) -->")
 GROUPS = {  # heading of the reference: package of the names below it
     "Models": "normkit.models", "Folding": "normkit.fold", "Removal": "normkit.removal", "Watching": "normkit.watch",
     "Norms": "normkit.norms", "Kernels": "normkit.kernels",
@@ -35,6 +36,7 @@ def on_page_content(content: str, **_: object) -> str:
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Put tables of results where a page asks for them."""
+    markdown = STUDY.sub(lambda m: "\n".join(study(m[1])), markdown)
     return RESULT.sub(lambda m: "\n".join(result(m[1], m[2].split(), m[3], m[4])), markdown)
 
 
@@ -148,6 +150,12 @@ def result(name: str, columns: list[str], key: str | None = None, value: str | N
     with (ROOT / "benchmarks" / "results" / f"{name}.csv").open(encoding="utf8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if key is None or row[key] == value]
     return table([each.replace("_", " ") for each in columns], ([row[each] for each in columns] for row in rows))
+
+
+def study(name: str) -> list[str]:
+    """The table of a study at pocket scale, from papers/results."""
+    rows, _ = known(STUDIES[name], "pocket", ROOT / "runs" / "none")
+    return table(*_split(grid(build(STUDIES[name], "pocket", rows))))
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
