@@ -38,7 +38,7 @@ PAPER += [
 ]
 RELEASED = [  # the authors' code; that of MABN is the paper's
     "power(warmup=20)", "power(groups=4, warmup=8, alpha_fwd=0.95)", "power(groups=2, warmup=0, alpha_bkw=0.95)",
-    "power(warmup=1)", "un(warmup=20)", "un(window=3, window_bkw=5, warmup=10)", "un(window=1, warmup=10)",
+    "power(warmup=1)", "un(warmup=20)", "un(window=3, window_bkw=5, warmup=10)",
     "un(warmup=10, outlier_filtration=True)",
 ]  # fmt: skip
 PAPER += [short(name) for name in NORMS if name not in {parse(spec)[0] for spec in PAPER}]

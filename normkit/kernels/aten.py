@@ -24,9 +24,12 @@ def moments(
     rows = _rows(x, wide, mask)
     stat, count = rows.new_zeros(2, x.shape[-1], dtype=wide), rows.new_zeros((), dtype=wide)
     ours = torch.zeros_like(stat) if rows.dtype is not wide else (None, None)  # whose type is that of the results
+    start = rows[:1] if rows.dtype is wide and len(rows) else None  # the kernel loses digits where means are large
     for block in rows.split(BLOCK) if len(rows) else ():
+        block = block if start is None else block - start  # noqa: PLW2901
         found = torch.stack(torch.batch_norm_update_stats(block, *ours, 0.0))
         stat, count = join(stat, count, found, count.new_tensor(len(block)), center=True)
+    stat = stat if start is None else torch.stack([stat[0] + start[0], stat[1]])
     return stat if center else torch.addcmul(stat[1], stat[0], stat[0])[None], count
 
 

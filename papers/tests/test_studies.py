@@ -268,7 +268,7 @@ def test_recorded_rows_are_summarized_over_the_run_by_depth_and_by_time():
     expected = {
         "g shallow": (1 + 3 + 4 + 6) / 4, "g deep": (7 + 9 + 10 + 12) / 4, "g output": 13.0,
         "filtered shallow": 50.0, "filtered deep": 250.0, "filtered early": 75.0, "filtered late": 75.0,
-        "distance_mean": 2.0, "distance_mean max": 3.0, "distance_mean outliers": 1.5, "g_mu": None,
+        "distance_mean": 2.0, "distance_mean outliers": 1.5, "g_mu": None,
     }  # fmt: skip
     assert {name: STUDY_METRICS[name].summary(recording, 100) for name in expected} == expected
 
