@@ -4,6 +4,8 @@ A chain of elementwise operations reads and writes every number several times. P
 normalization take any vectors as statistics, and so compute moments, sums and gradients in one pass each.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ def moments(
     wide = reference.wide_type(x) if dtype is None else dtype
     rows = _rows(x, wide, mask)
     stat, count = rows.new_zeros(2, x.shape[-1], dtype=wide), rows.new_zeros((), dtype=wide)
-    ours = torch.zeros_like(stat) if rows.dtype is not wide else (None, None)  # whose type is that of the results
+    ours: Any = torch.zeros_like(stat) if rows.dtype is not wide else (None, None)  # whose type is that of the results
     start = rows[:1] if rows.dtype is wide and len(rows) else None  # the kernel loses digits where means are large
     for block in rows.split(BLOCK) if len(rows) else ():
         block = block if start is None else block - start  # noqa: PLW2901
@@ -38,7 +40,7 @@ def standardize(x: Tensor, stat: Tensor, weight: Tensor | None, bias: Tensor | N
     wide = torch.promote_types(x.dtype, stat.dtype)
     mean = stat[0] if len(stat) == 2 else torch.zeros_like(stat[-1])
     weight, bias = torch.ones_like(mean) if weight is None else weight, torch.zeros_like(mean) if bias is None else bias
-    vectors = (t.to(wide).expand(x.shape[-1]) for t in (weight, bias, mean, stat[-1]))
+    vectors: Any = (t.to(wide).expand(x.shape[-1]) for t in (weight, bias, mean, stat[-1]))
     y = torch.native_batch_norm(_rows(x, wide), *vectors, False, 0.0, eps)[0].to(x.dtype)
     return torch.ops.aten._unsafe_view(y, x.shape)  # no view: a later layer may change y in place
 
@@ -51,7 +53,8 @@ def gradient_sums(
     if not torch._C._has_storage(dy):  # vmap passes gradients without memory
         return reference.gradient_sums(dy, x, mean, mask, real, dtype)
     wide, kept = x.dtype if dtype is None else dtype, [None, mask] if real and mask is not None else [None]
-    return torch.cat([_sums(*(_rows(t, wide, each) for t in (dy.to(x.dtype), x)), mean, wide) for each in kept])
+    pairs = ([_rows(t, wide, each) for t in (dy.to(x.dtype), x)] for each in kept)
+    return torch.cat([_sums(of_dy, of_x, mean, wide) for of_dy, of_x in pairs])
 
 
 def _sums(dy: Tensor, x: Tensor, mean: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -103,5 +106,7 @@ def row_norm_grad(
     if kind == "scale":  # below `eps` the divisor is a constant
         dx = torch.where(scaled * eps < 1, dx, dys * gain * scaled)
     dweight = None if dweight is None or weight is None else (dweight / share).sum_to_size(weight.shape)
-    grads = (None if grad is None else grad.to(p.dtype) for grad, p in ((dweight, weight), (dbias, bias)))
-    return dx.to(x.dtype).view(x.shape), *grads
+    dweight, dbias = (
+        None if grad is None or p is None else grad.to(p.dtype) for grad, p in ((dweight, weight), (dbias, bias))
+    )
+    return dx.to(x.dtype).view(x.shape), dweight, dbias

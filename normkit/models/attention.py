@@ -38,7 +38,7 @@ def _multi_head(
             attn_mask = torch.where(attn_mask, 0.0, torch.finfo(query.dtype).min)
         shape = (*(1,) * (4 - attn_mask.dim()), *attn_mask.shape[:-2], tokens, key.shape[2])
         inputs += [None, None, attn_mask.to(query.dtype).expand(shape)]
-    attributes = {"num_heads": heads, "unidirectional": int(is_causal)}
+    attributes: dict[str, Any] = {"num_heads": heads, "unidirectional": int(is_causal)}
     attributes |= {} if scale is None else {"scale": float(scale)}
     width = heads * value.shape[3]
     out = torch.onnx.ops.symbolic(

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 class Clamp(nn.Module):
     """Clamp each channel to a range; the range is infinite until it is set."""
 
+    low: torch.Tensor
+    high: torch.Tensor
+
     def __init__(self, dim):
         super().__init__()
         self.register_buffer("low", torch.full((dim,), -torch.inf))

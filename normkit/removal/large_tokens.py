@@ -110,6 +110,7 @@ def clamps_first(model: nn.Module) -> None:
         if not isinstance(module, Bounded):
             continue
         norm, clamp = module
+        assert isinstance(clamp, Clamp)
         if isinstance(norm, StatNorm):
             shift = norm(torch.zeros_like(clamp.low)[None])[0].double()
             scale = norm(torch.ones_like(clamp.low)[None])[0].double() - shift

@@ -242,7 +242,8 @@ def standardize(x: Tensor, stat: Tensor, weight: Tensor | None, bias: Tensor | N
     if n == 0 or channels == 0:
         return y
     launch = column_launch(n, channels)
-    stat, *affine = (t if t is None else t.expand(*t.shape[:-1], channels).contiguous() for t in (stat, weight, bias))
+    stat = stat.expand(len(stat), channels).contiguous()
+    affine = [None if t is None else t.expand(channels).contiguous() for t in (weight, bias)]
     with device_of(rows, stat):
         jit(column_forward)[(launch.programs, cdiv(channels, launch.block))](
             rows, None, y, stat[0] if center else None, stat[-1], *affine, *(None,) * 6, n, channels, rows.stride(0),

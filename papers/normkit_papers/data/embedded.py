@@ -96,7 +96,7 @@ def pydoc() -> Text:
         tokens[split_of(topic)] += [*re.findall(r"[a-z_]+|\d+|[^\sa-z_\d]", text.lower()), "<eot>"]
     counts = collections.Counter(tokens["train"])
     vocab = Vocab(sorted(word for word, count in counts.items() if count >= 3))
-    streams = {split: torch.tensor([BOS, *vocab.encode(words)]) for split, words in tokens.items()}
+    streams: dict[str, Any] = {split: torch.tensor([BOS, *vocab.encode(words)]) for split, words in tokens.items()}
     version = ".".join(map(str, sys.version_info[:3]))
     return Text(name=f"pydoc (Python {version})", **streams, vocabularies={"words": vocab})
 

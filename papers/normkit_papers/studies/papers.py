@@ -36,7 +36,8 @@ _NOTES = _TABLE.pop("notes")
 
 def _use(names: str, more: Mapping[str, Any]) -> Settings:
     """Combine named settings and others."""
-    return {key: v for name in filter(None, names.split(" + ")) for key, v in SETTINGS[name].items()} | _settings(more)
+    named = {key: v for name in filter(None, names.split(" + ")) for key, v in SETTINGS[name].items()}
+    return {**named, **_settings(more)}
 
 
 def _column(

@@ -147,7 +147,8 @@ class Run:
 
     def __new__(cls, **given: Any) -> Any:
         """Make settings of the class of the task."""
-        return super().__new__(pick(RUNS, given.get("task", ""), "task") if cls is Run else cls)
+        kind: Any = pick(RUNS, given.get("task", ""), "task") if cls is Run else cls
+        return super().__new__(kind)
 
     def __post_init__(self):
         inside = ".." not in self.name.split("/") and not self.name.startswith("/")

@@ -102,7 +102,7 @@ class ImageClassification(Task):
         """Yield random batches of `batch_tokens` images."""
         run, split = self.settings, self.data.train
 
-        def epoch(number: int) -> list[list[int]]:
+        def epoch(number: int) -> list[Any]:
             return image_batches(split, run.batch_tokens, seed=run.seed, epoch=number)
 
         order = zip(itertools.count(start, stride), endless(epoch, list, start, stride), strict=False)
