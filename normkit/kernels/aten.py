@@ -29,7 +29,7 @@ def moments(
     start = rows[:1] if rows.dtype is wide and len(rows) else None  # the kernel loses digits where means are large
     for block in rows.split(BLOCK) if len(rows) else ():
         block = block if start is None else block - start  # noqa: PLW2901
-        found = torch.stack(torch.batch_norm_update_stats(block, *ours, 0.0))
+        found = torch.stack(torch.batch_norm_update_stats(block, ours[0], ours[1], 0.0))
         stat, count = join(stat, count, found, count.new_tensor(len(block)), center=True)
     stat = stat if start is None else torch.stack([stat[0] + start[0], stat[1]])
     return stat if center else torch.addcmul(stat[1], stat[0], stat[0])[None], count
@@ -40,8 +40,8 @@ def standardize(x: Tensor, stat: Tensor, weight: Tensor | None, bias: Tensor | N
     wide = torch.promote_types(x.dtype, stat.dtype)
     mean = stat[0] if len(stat) == 2 else torch.zeros_like(stat[-1])
     weight, bias = torch.ones_like(mean) if weight is None else weight, torch.zeros_like(mean) if bias is None else bias
-    vectors: Any = (t.to(wide).expand(x.shape[-1]) for t in (weight, bias, mean, stat[-1]))
-    y = torch.native_batch_norm(_rows(x, wide), *vectors, False, 0.0, eps)[0].to(x.dtype)
+    w, b, m, v = (t.to(wide).expand(x.shape[-1]) for t in (weight, bias, mean, stat[-1]))
+    y = torch.native_batch_norm(_rows(x, wide), w, b, m, v, False, 0.0, eps)[0].to(x.dtype)
     return torch.ops.aten._unsafe_view(y, x.shape)  # no view: a later layer may change y in place
 
 

@@ -134,10 +134,11 @@ def _full_name(model: Any, name: str) -> str:
 
 def _describe(name: str, module: nn.Module) -> dict[str, Any]:
     affine = {key: getattr(module, key, None) is not None for key in ("weight", "bias")}
-    if isinstance(module, nn.Sequential) and isinstance(module[0], Clamp):
-        return {"is": "clamped norm", "dim": len(module[0].low), "then": _describe(name, module[1])}
-    if isinstance(module, nn.Sequential) and isinstance(module[-1], Clamp):
-        return {"is": "clamped", "dim": len(module[-1].low)}
+    first, last = (module[0], module[-1]) if isinstance(module, nn.Sequential) and len(module) else (None, None)
+    if isinstance(module, nn.Sequential) and isinstance(first, Clamp):
+        return {"is": "clamped norm", "dim": len(first.low), "then": _describe(name, module[1])}
+    if isinstance(last, Clamp):
+        return {"is": "clamped", "dim": len(last.low)}
     if isinstance(module, nn.Identity):
         return {"is": "identity"} | ({"weight": True} if affine["weight"] else {})
     if isinstance(module, Affine):
