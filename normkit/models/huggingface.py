@@ -26,14 +26,8 @@ VARIANT = "normkit"  # of the weight files: from_pretrained fails for want of an
 WEIGHTS = re.compile(r"model(\.normkit)?(-\d+-of-\d+)?\.safetensors(\.index(\.normkit)?\.json)?")  # file names
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-STANDARD = {
-    "identity",
-    "affine",
-    "LayerNorm",
-    "RMSNorm",
-    "clamped norm",
-    "clamped",
-}  # what load.py can put in the place of a norm
+STANDARD = {"identity", "affine", "LayerNorm", "RMSNorm", "clamped norm", "clamped"}
+"""What load.py can put in the place of a norm."""
 AUTO_CLASS = "load.Folded"  # in config.json, for trust_remote_code=True
 LOAD = '''"""Load the folded model of this folder: python -c "import load; model = load.model()". Needs no normkit.
 

@@ -248,7 +248,7 @@ def test_a_missing_corpus_is_named_with_its_files_and_source(tmp_path, monkeypat
 
 
 def unchecked(monkeypatch, name, **splits):
-    """Forget what the table knows of the files of a corpus, except that of `splits`."""
+    """Let the table accept any files of a corpus, but for those of `splits`."""
     row = CORPORA[name]
     known = {split: splits.get(split, Part(part.files)) for split, part in row.splits.items()}
     instead = {split: part._replace(lines=0, md5="") for split, part in row.instead.items()}

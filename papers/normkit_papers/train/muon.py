@@ -26,7 +26,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def __init__(self, model: nn.Module, lr: float, momentum: float, betas: tuple[float, float], weight_decay: float):
         muon, matrices, vectors = list[nn.Parameter](), list[nn.Parameter](), list[nn.Parameter]()
-        tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+        tables = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
         for name, parameter in model.named_parameters():
             inner = parameter.dim() == 2 and parameter not in tables and not name.startswith("output")
             (muon if inner else matrices if parameter.dim() > 1 else vectors).append(parameter)
