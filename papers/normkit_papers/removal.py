@@ -1,7 +1,6 @@
 """Remove the norms of a run's model with `normkit.remove_norms`, on the run's own data."""
 
 import copy
-import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,32 +25,16 @@ FILE = "removal.json"
 FIRST = 100_000  # number of the first batch: others than those that training began with
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """Settings of a removal.
-
-    Attributes:
-        steps: Training steps.
-        loss: "outputs": those of the original, and what its norms return; "task": the loss of the run's task.
-        to: Spec of the norm that is folded.
-        statistics: Statistics of the new norms in training; None for "batches" with the task's loss, else "frozen".
-        lr: Highest learning rate; None for a third of the run's.
-        seed: Seed of the order of batches and of dropout.
-    """
-
-    steps: int = 300
-    loss: Literal["outputs", "task"] = "outputs"
-    to: str = "un(warmup=0)"
-    statistics: Literal["frozen", "batches"] | None = None
-    lr: float | None = None
-    seed: int = 0
-
-
 def remove_norms_of_run(
     folder: Path,
     out: Path,
-    settings: Settings,
     *,
+    steps: int = 300,
+    loss: Literal["outputs", "task"] = "outputs",
+    to: str = "un(warmup=0)",
+    statistics: Literal["frozen", "batches"] | None = None,
+    lr: float | None = None,
+    seed: int = 0,
     resume: bool = False,
     on_progress: Callable[[str, int, int, float], object] | None = None,
 ) -> tuple[Removal, dict[str, float]]:
@@ -62,7 +45,12 @@ def remove_norms_of_run(
     Args:
         folder: Folder of the run. Its data must be here.
         out: Folder for the run without norms.
-        settings: What to do.
+        steps: Training steps.
+        loss: "outputs": those of the original, and what its norms return; "task": the loss of the run's task.
+        to: Spec of the norm that is folded.
+        statistics: Statistics of the new norms in training; None for "batches" with the task's loss, else "frozen".
+        lr: Highest learning rate; None for a third of the run's.
+        seed: Seed of the order of batches and of dropout.
         resume: Continue an interrupted removal with the same settings.
         on_progress: Called as `on_progress(stage, done, of, seconds left)`.
 
@@ -70,22 +58,23 @@ def remove_norms_of_run(
         The report, and the run's metric on the test split by stage. With the loss of the task one stage is the
         original, trained as long on the same batches.
     """
+    settings = {"steps": steps, "loss": loss, "to": to, "statistics": statistics, "lr": lr, "seed": seed}
     check_out(folder, out, resume)
     loaded = load(folder)
     run, model, vocabularies = loaded
     if TASKS[run.task].part:
         raise ValueError(f"{folder} is a run of task {run.task}; its norms cannot be removed by this command")
-    task, metric, lr = open_task(loaded), TASKS[run.task].metrics[0], settings.lr or run.lr / 3
+    task, metric, lr = open_task(loaded), TASKS[run.task].metrics[0], lr or run.lr / 3
     folded_runs: list[Loaded] = []
 
     def batches() -> Iterator[Any]:
-        for number, batch in enumerate(task.batches(FIRST + settings.seed * 7919)):
+        for number, batch in enumerate(task.batches(FIRST + seed * 7919)):
             yield batch if number else batch._replace(fresh=True)
 
     def mask(batch: Any) -> Tensor | None:
         return batch.tensors[-1] != PAD if "source" in vocabularies else None
 
-    def loss(model: nn.Module, batch: Any) -> Tensor:
+    def loss_of_task(model: nn.Module, batch: Any) -> Tensor:
         task.model = model
         return task.loss(batch, run.label_smoothing)
 
@@ -99,24 +88,25 @@ def remove_norms_of_run(
         folded_runs.append(folded)
         return folded.model, report
 
-    by_labels = settings.loss == "task"
-    with locked(out), claimed(folder, out, dataclasses.asdict(settings), resume) as checkpoint:
+    by_labels = loss == "task"
+    with locked(out), claimed(folder, out, settings, resume) as checkpoint:
         _, removal = remove_norms(
-            model, batches(), steps=settings.steps, forward=task.forward_norms, logits=True, mask=mask,
-            loss=loss if by_labels else None, score=score, unit=metric.name if metric.better < 0 else f"-{metric.name}",
-            to=settings.to, lr=lr, statistics=settings.statistics, fold=fold, seed=settings.seed,
+            model, batches(), steps=steps, forward=task.forward_norms, logits=True, mask=mask,
+            loss=loss_of_task if by_labels else None, score=score, to=to,
+            unit=metric.name if metric.better < 0 else f"-{metric.name}",
+            lr=lr, statistics=statistics, fold=fold, seed=seed,
             checkpoint=checkpoint, on_progress=on_progress,
         )  # fmt: skip
         scores = {stage: -metric.better * value for stage, value in removal.scores.items()}
         if by_labels:
             likewise = copy.deepcopy(model)
             train(
-                likewise, loss, batches(), steps=settings.steps, lr=lr, dropout=True, frozen=False,
-                on_step=lambda step, _: on_progress and on_progress("training the original, step", step, settings.steps,
+                likewise, loss_of_task, batches(), steps=steps, lr=lr, dropout=True, frozen=False,
+                on_step=lambda step, _: on_progress and on_progress("training the original, step", step, steps,
                                                                     float("nan")),
             )  # fmt: skip
             scores["original, trained likewise"] = -metric.better * score(likewise)
         save(out, folded_runs[0])
-        kept = {"settings": dataclasses.asdict(settings), metric.name: scores, "fold": str(removal.fold)}
+        kept = {"settings": settings, metric.name: scores, "fold": str(removal.fold)}
         write_whole(out / FILE, json.dumps({**kept, "where": environment("cpu")}, indent=1).encode())
     return removal, scores
