@@ -17,7 +17,7 @@ from normkit.fold.solve import Solver, smallest_clash
 from normkit.fold.trace import Product, Trace, View
 from normkit.models.third_party import Found
 
-ONLINE = "statistics of each token are computed at inference"
+ONLINE = "computes statistics of each token"
 
 
 class FoldPlan:
@@ -125,7 +125,7 @@ class FoldPlan:
         why = self._reason(node, node.offline)  # of an online norm the gain could go alone
         if not node.offline:
             moved = bool((self.at.scale[node.outputs] != 1).any() | (self.at.shift[node.outputs] != 0).any())
-            return replace(outcome, action="gain changed" if moved else "kept", why=why)
+            return replace(outcome, action="gain changed" if moved else "kept", why=f"{ONLINE}; its gain stays: {why}")
         _, shift = self.affine(node)
         saved = own - len(shift) * (int(bool((shift != 0).any())) + int(name not in self.additions))
         saved = 0 if name in self.trace.calls else saved
@@ -171,7 +171,7 @@ class FoldPlan:
             for streams in (streams_of(node.outputs), streams_of(node.inputs))
         )
         if self.limit is not None and self.solver.consistent([*self.chosen, node.name]):
-            return f"folded, the ranges of a stream's channels would spread by more than {self.limit:g}"
+            return f"folded, one channel of a sum would be {self.limit:g} times as large as the median one (spread=)"
         if bool((node.inputs == 0).any()):
             before = "its input is not the output of layers alone"
         if not after or not before:
