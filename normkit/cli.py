@@ -141,9 +141,12 @@ def list_(_: argparse.Namespace) -> int:
 def audit(given: argparse.Namespace) -> int:
     """Report for each norm of a model what folding can make of it; nothing changes."""
     from normkit.fold.folders import audit_dir
+    from normkit.fold.plan import ONLINE
 
     found, warnings = audit_dir(given.model)
     _write(str(found))
+    if any(row.why.startswith(ONLINE) for row in found):
+        _write("norms that compute statistics stay; `normkit remove-norms` takes them out of a trained model")
     for warning in warnings:
         _write(f"warning: {warning}; was this checkpoint converted for another class?")
     return 0
@@ -170,6 +173,7 @@ def remove_norms(given: argparse.Namespace) -> int:
     """
     from normkit.removal.folders import Settings, remove_norms_dir
 
+    _check_device(given.device)
     names = ("text", "second", "steps", "budget", "length", "lr", "spread", "device", "seed")
     settings = Settings(**{name: getattr(given, name) for name in names})
     found = remove_norms_dir(given.model, given.out, settings, resume=given.resume, on_progress=Progress())
@@ -246,13 +250,10 @@ def bench(given: argparse.Namespace) -> int:
     Norms take turns, round by round, and a ratio is taken within a round; the median over rounds is shown, with the
     20th and 80th percentile. Norms with a warm-up are measured after it.
     """
-    import torch
-
     from normkit._util import align, write_whole
     from normkit.bench import measure_norms
 
-    if given.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: PyTorch finds no CUDA device; leave it out to measure on the CPU")
+    _check_device(given.device)
     rows = measure_norms(
         given.norms, *given.shape, dtype=given.dtype, rounds=given.rounds, device=given.device,
         compiled=given.compiled, threads=given.threads,
@@ -277,6 +278,13 @@ class _Version(argparse.Action):
 
         print(f"normkit {__version__}")
         parser.exit()
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch finds no CUDA device; leave it out for the CPU")
 
 
 def _positive(text: str) -> int:

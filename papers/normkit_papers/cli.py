@@ -317,33 +317,30 @@ def calibrate(run: tyro.conf.Positional[Path], out: Path, batches: int | None = 
     return _save(out, lambda: calibrate_run(load(run), batches))
 
 
-def remove_norms(
-    run: tyro.conf.Positional[Path], out: Path, steps: int = 300, loss: Literal["outputs", "task"] = "outputs",
-    to: str = "un(warmup=0)", statistics: Literal["frozen", "batches"] | None = None, lr: float | None = None,
-    seed: int = 0, resume: bool = False,
-) -> int:  # fmt: skip
+def remove_norms(arguments: list[str]) -> int:
     """Take the norms out of a run's model: fit, train a little on its data, fold, compare.
 
     For models of Hugging Face there is `normkit remove-norms`.
-
-    Args:
-        run: Folder of the run. Its data must be here.
-        out: Folder for the run without norms.
-        steps: Training steps.
-        loss: outputs: those of the original, and what its norms return; task: the loss of the run's task.
-        to: Spec of the norm that is folded.
-        statistics: Statistics of the new norms in training; by default batches with the task's loss, else frozen.
-        lr: Highest learning rate; by default a third of the run's.
-        seed: Seed of the order of batches and of dropout.
-        resume: Continue an interrupted removal with the same settings.
     """
     from normkit.cli import Progress
-    from normkit_papers.removal import remove_norms_of_run
+    from normkit_papers.removal import Settings, remove_norms_of_run
 
-    settings: Any = {"steps": steps, "loss": loss, "to": to, "statistics": statistics, "lr": lr, "seed": seed}
-    removal, scores = remove_norms_of_run(run, out, **settings, resume=resume, on_progress=Progress())
+    @dataclasses.dataclass
+    class Given:
+        run: tyro.conf.Positional[Path]
+        """Folder of the run. Its data must be here."""
+        out: Path
+        """Folder for the run without norms."""
+        settings: Annotated[Settings, tyro.conf.arg(name="")]
+        resume: bool = False
+        """Continue an interrupted removal with the same settings."""
+
+    given = _parse(Given, arguments, "papers use remove-norms", description=remove_norms.__doc__)
+    removal, scores = remove_norms_of_run(
+        given.run, given.out, given.settings, resume=given.resume, on_progress=Progress()
+    )
     table = align([[stage, f"{score:.4g}"] for stage, score in scores.items()])
-    _write(f"{removal.fold}\n\n{table}\nsaved to {out}")
+    _write(f"{removal.fold}\n\n{table}\nsaved to {given.out}")
     return 0
 
 
@@ -405,10 +402,14 @@ def _dispatch(commands: Mapping[str, Callable[..., int]], arguments: list[str], 
         _write(f"{align(lines)}\n\n{prog} COMMAND --help lists the options of a command.")
         return 0 if arguments else BAD_INPUT
     command = pick(commands, arguments[0], "command")
-    if command in (train, use):
+    if command in (train, use, remove_norms):
         return command(arguments[1:])
-    config = (tyro.conf.FlagCreatePairsOff,)
-    return tyro.cli(command, args=arguments[1:], prog=f"{prog} {arguments[0]}", config=config)
+    return _parse(command, arguments[1:], f"{prog} {arguments[0]}")
+
+
+def _parse(what: Any, arguments: list[str], prog: str, **more: Any) -> Any:
+    """Call a function, or make settings, with arguments of the command line."""
+    return tyro.cli(what, args=arguments, prog=prog, config=(tyro.conf.FlagCreatePairsOff,), **more)
 
 
 _command_line: list[str] = []
