@@ -54,11 +54,11 @@ class Settings:
     Attributes:
         text: Text to train on: a file with one text a line, or a data set of the Hub.
         second: Another such text, which is measured on alone.
-        steps: Training steps, after which no norm is left; None for 300.
+        steps: Training steps, of each block of a language model, after which no norm is left; None for 300.
         budget: Largest rise of loss or cosine distance, without training; None to train. A language model gets 0.1
             nats if neither is given.
         length: Most tokens of a text; None for the model's, at most 512.
-        lr: Highest learning rate.
+        lr: Highest learning rate; None for that of `remove_norms`.
         spread: Limit that `fold` gets; 16 suits float16 and 8-bit integers.
         device: "cpu" or "cuda".
         seed: Seed of the order of texts.
@@ -69,7 +69,7 @@ class Settings:
     steps: int | None = None
     budget: float | None = None
     length: int | None = None
-    lr: float = 3e-4
+    lr: float | None = None
     spread: float | None = None
     device: str = "cpu"
     seed: int = 0
