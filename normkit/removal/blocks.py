@@ -16,6 +16,7 @@ from normkit.models.invoke import Forward, call
 from normkit.norms import StatNorm
 from normkit.removal.budget import block_of
 from normkit.removal.distill import train
+from normkit.removal.large_tokens import place_of
 
 FITTED = 8  # batches that norms outside of blocks are fitted to
 CACHES = ("past_key_values", "past_key_value", "layer_past")  # arguments of a block that a call changes
@@ -51,7 +52,8 @@ def blocks_of(model: nn.Module) -> list[str]:
     >>> blocks_of(nn.ModuleDict({"layers": nn.Sequential(nn.LayerNorm(2), nn.LayerNorm(2)), "norm": nn.LayerNorm(2)}))
     ['layers.0', 'layers.1']
     """
-    return [name for name in dict.fromkeys(map(block_of, find(model))) if name.rpartition(".")[2].isdigit()]
+    blocks = dict.fromkeys(block_of(place_of(model, name)) for name in find(model))
+    return [name for name in blocks if name.rpartition(".")[2].isdigit()]
 
 
 def train_blocks(
@@ -121,7 +123,8 @@ def train_blocks(
             mine, theirs = [row.through(block, row.mine) for row in rows], [row.wanted for row in rows]
     behind = {name: norm for name, norm in model.named_modules() if isinstance(norm, StatNorm)}
     behind = {name: norm for name, norm in behind.items() if block_of(name) not in names}
-    fit_like(model, behind, original, batches[:FITTED], forward, None)
+    with torch.no_grad():
+        fit_like(model, behind, original, batches[:FITTED], forward, None)
 
 
 def _fit(block: nn.Module, teacher: nn.Module, rows: Sequence[Row]) -> None:
