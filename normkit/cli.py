@@ -93,7 +93,6 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--budget", type=float, help="train nothing: remove norms for at most this together")
     one.add_argument("--length", type=_positive, help="most tokens of a text; default: the model's, up to 512")
     one.add_argument("--lr", type=float, default=3e-4, help="highest learning rate; default: 3e-4")
-    one.add_argument("--spread", type=float, help="limit for `fold`: 16 for float16 and 8-bit integers")
     one.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     one.add_argument("--seed", type=int, default=0, help="seed of the order of texts; default: 0")
     one.add_argument("--resume", action="store_true", help="continue an interrupted removal")
@@ -170,7 +169,7 @@ def remove_norms(given: argparse.Namespace) -> int:
     """
     from normkit.removal.folders import Settings, remove_norms_dir
 
-    names = ("text", "second", "steps", "budget", "length", "lr", "spread", "device", "seed")
+    names = ("text", "second", "steps", "budget", "length", "lr", "device", "seed")
     settings = Settings(**{name: getattr(given, name) for name in names})
     found = remove_norms_dir(given.model, given.out, settings, resume=given.resume, on_progress=Progress())
     _write(f"{found}\n\nsaved to {given.out}")
@@ -213,7 +212,7 @@ def export(given: argparse.Namespace) -> int:
     if found.cosine is not None and found.cosine < NEAR:
         _write(
             f"warning: the outputs have a cosine of {found.cosine:.2f} to those in float, too little for most"
-            " uses; export in float32, or take the norms out with `normkit remove-norms --spread 16` first"
+            " uses; export in float32"
         )
     return 0
 

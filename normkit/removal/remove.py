@@ -90,9 +90,7 @@ class Removal:
         scores = ", ".join(f"{stage} {score:.4g}" for stage, score in self.scores.items())
         lines = [str(self.fold)]
         if self.fold.largest_factor > IN_INTEGERS:
-            lines.append(
-                "Such factors are no fault in float32 and bfloat16. For float16 or 8-bit integers fold with spread=16."
-            )
+            lines.append("Such factors are no fault in float32 and bfloat16. In float16 and 8-bit integers they are.")
         return "\n".join([*lines, "", f"{self.unit}: {scores}", self.verdict])
 
 
