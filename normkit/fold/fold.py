@@ -25,6 +25,7 @@ def fold(
     outputs: Pick | None = None,
     untie: bool = False,
     other_shapes: bool = True,
+    multiply_adds: bool = False,
     keep_architecture: bool | None = None,
     remove_cancelled: bool = False,
     **kwexample: Any,
@@ -56,6 +57,8 @@ def fold(
             `tie_word_embeddings` becomes False, unless the model ties other weights as well (T5, BART).
         other_shapes: Also verify with other lengths and sizes. False suits a model that will never see another length
             or size (Swin at a multiple of its window, where nothing is padded).
+        multiply_adds: Leave each norm with frozen statistics as one multiply-add, for post-norm models in float16 and
+            integers: the gains of their streams multiply up over the depth, and channels get very different ranges.
         keep_architecture: Change numbers alone: no parameter comes or goes. Gains of norms that compute statistics
             become 1 (0 where the class adds 1), and their biases 0 where the layers that read them have a bias. A bias
             without such a place stays in its norm. Norms with frozen statistics stay. The state of the result fits the
@@ -85,7 +88,7 @@ def fold(
           (1): Linear(in_features=4, out_features=2, bias=True)
         )
     """
-    require_flags(remove_cancelled=remove_cancelled)
+    require_flags(multiply_adds=multiply_adds, remove_cancelled=remove_cancelled)
     if remove_cancelled:
         require(not keep_architecture, "keep_architecture", keep_architecture, "False with remove_cancelled=True")
         keep_architecture = False
@@ -93,7 +96,7 @@ def fold(
         call = Call(example, kwexample)
         survey = Survey(model, call, outputs, untie, other_shapes, "fold", step, keep_architecture)
         warn_untrained(model, "fold")
-        plan, worst = find_plan(survey)
+        plan, worst = find_plan(survey, multiply_adds)
         step("rewrite")
         folded = survey.copy()
         if survey.keep:
@@ -154,14 +157,14 @@ def _without_cancelled(model: nn.Module, plan: FoldPlan) -> nn.Module:
     return model
 
 
-def find_plan(survey: Survey) -> tuple[FoldPlan, float]:
+def find_plan(survey: Survey, multiply_adds: bool = False) -> tuple[FoldPlan, float]:
     """Find the coordinates that fold a model, and verify them in float64.
 
     Returns:
         The plan, and the largest error of the model that it gives.
     """
     survey.step("solve")
-    plan = FoldPlan(survey.trace, survey.model)
+    plan = FoldPlan(survey.trace, survey.model, multiply_adds=multiply_adds)
     survey.step("verify")
     survey.add_longer_call()
     worst = survey.worst(rewrite(copy.deepcopy(survey.model), plan))
@@ -180,7 +183,7 @@ def _one_by_one(survey: Survey, first: FoldPlan) -> tuple[FoldPlan, float]:
     exact: list[str] = []
 
     def tried(only: list[str]) -> tuple[FoldPlan, float]:
-        plan = FoldPlan(survey.trace, survey.model, reasons, only)
+        plan = FoldPlan(survey.trace, survey.model, reasons, only, first.multiply_adds)
         return plan, survey.worst(rewrite(copy.deepcopy(survey.model), plan))
 
     for name in [name for name, outcome in first.outcomes.items() if outcome.action != "kept"]:

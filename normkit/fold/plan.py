@@ -15,26 +15,27 @@ from normkit.fold.solve import Solver, smallest_clash
 from normkit.fold.trace import Product, Trace, View
 from normkit.models.third_party import Found
 
-ONLINE = "statistics of each token are computed at inference"
+ONLINE = "computes statistics of each token"
 
 
 class FoldPlan:
     """Coordinates of all nodes, the outcome of every norm, and the biases to be made.
 
     `model` is the traced copy. Norms with a reason in `reasons` stay as they are; of the others those in `only` may
-    vanish, all by default.
+    vanish, all by default. With `multiply_adds` no offline norm does.
     """
 
     @on_cpu()
     def __init__(
         self, trace: Trace, model: nn.Module, reasons: dict[str, str] | None = None,
-        only: Collection[str] | None = None,
+        only: Collection[str] | None = None, multiply_adds: bool = False,
     ):  # fmt: skip
-        self.trace, self.model = trace, model
+        self.trace, self.model, self.multiply_adds = trace, model, multiply_adds
         self.relations = Relations(trace, model, reasons or {})
         self.solver = Solver(self.relations)
-        self.chosen = self.solver.choose(lambda name: only is None or name in only)
-        self.additions = self.solver.additions(self.chosen) if only is None else set()
+        stay = {name for name, node in self.relations.norms.items() if node.offline and multiply_adds}
+        self.chosen = self.solver.choose(lambda name: (only is None or name in only) and name not in stay)
+        self.additions = set() if multiply_adds or only is not None else self.solver.additions(self.chosen)
         self.at = self.solver.coordinates(self.chosen, self.additions)
         self.new_biases: dict[Product, tuple[View, int]] = {}
         for product, inputs in self.relations.inputs.items():
@@ -102,28 +103,33 @@ class FoldPlan:
         if name in self.chosen and not node.offline:
             return replace(outcome, action="gain folded", into=after, why=online)
         if name in self.additions and not node.offline:
-            why = f"{ONLINE}; its bias stays: {self._reason(node).split('; nor into')[0]}"
+            why = f"{ONLINE}; its bias stays: {self._reason(node, True).split('; nor into')[0]}"
             return replace(outcome, action="gain folded", into=after, why=why)
         if name in self.chosen:
             action = "folded back" if before and not after else "folded"
             why = "" if into else "it is the identity" if node.trivial else "its output is not used"
             return replace(outcome, action=action, into=into, why=why)
-        why = self._reason(node)
+        why = self._reason(node, node.offline)  # of an online norm the gain could go alone
         if not node.offline:
             moved = bool((self.at.scale[node.outputs] != 1).any() | (self.at.shift[node.outputs] != 0).any())
-            return replace(outcome, action="gain changed" if moved else "kept", why=why)
+            return replace(outcome, action="gain changed" if moved else "kept", why=f"{ONLINE}; its gain stays: {why}")
         if name in self.additions:
             why = why.split("; nor into")[0] + ": the gain is folded, one addition stays"
             return replace(outcome, action="add", into=into, why=why)
         return replace(outcome, action="multiply-add", why=why)
 
-    def _reason(self, node: NormNode) -> str:
-        """The reason for a norm that stays: what fixes its output, and what fixes its input."""
+    def _reason(self, node: NormNode, shifts: bool) -> str:
+        """The reason for a norm that stays: what fixes its output and its input, their scale alone if not `shifts`."""
         if node.name in self.solver.stuck:
             return self.solver.stuck[node.name]
+        if self.multiply_adds and node.offline:
+            return "multiply_adds=True leaves it"
         fixed_by, streams_of = self.relations.fixed_by, self.relations.streams_of
-        shifts = bool((node.shift != 0).any()) or node.offline
-        after, before = fixed_by(streams_of(node.outputs), shifts), fixed_by(streams_of(node.inputs), shifts)
+        moves = node.offline or bool((node.shift != 0).any())
+        after, before = (
+            ("" if shifts else fixed_by(streams, False)) or fixed_by(streams, moves)
+            for streams in (streams_of(node.outputs), streams_of(node.inputs))
+        )
         if bool((node.inputs == 0).any()):
             before = "its input is not the output of layers alone"
         if not after or not before:

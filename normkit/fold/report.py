@@ -7,6 +7,7 @@ from normkit._util import align, listed
 
 GONE = ("folded", "folded back")
 UNREPLACED = ("kept", "gain changed")  # the module stays
+UNEVEN = 1e4  # factor of a weight above which float16 and 8-bit integers suffer
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,14 @@ class Report(Audit):
         if self.max_error == 0 and any(row.into for row in self):  # rounding leaves an error where norms matter
             zero = "\nno output changed by a single bit: where layers after the norms are zero, this shows nothing"
         zero += f"\nwithout the norms that others cancel {self.eps_error:.1e}, by eps" * bool(self.eps_error)
-        return (
+        text = (
             f"{super().summary}\ncompared on: {'; '.join(self.tried)}\n"
             f"largest error {self.max_error:.1e} in float64, {self.native_error:.1e} in the model's own type{zero}\n"
-            f"largest factor of a weight {self.largest_factor:.3g}; {self.saved:,} parameters saved"
+            f"{self.saved:,} parameters saved"
         )
+        if self.largest_factor > UNEVEN:
+            text += (
+                f"\nthe largest factor of a weight is {self.largest_factor:.2g}: no fault in float32 and bfloat16;\n"
+                "for float16 and 8-bit integers fold with multiply_adds=True"
+            )
+        return text

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normkit._util import align, write_whole
+from normkit._util import align, require, write_whole
 from normkit.fold import fold
 from normkit.fold.checkpoints import copy_small_files
 from normkit.fold.folders import example_for
@@ -27,7 +27,7 @@ from normkit.removal.distill import Comparison, mask_of
 from normkit.removal.large_tokens import large_first_token
 from normkit.removal.remove import Removal, remove_norms
 from normkit.removal.state import check_out, claimed
-from normkit.removal.texts import Texts, read_text, split
+from normkit.removal.texts import SHORTEST, Texts, read_text, split
 
 LONGEST = 512  # tokens of a text by default, where the model takes more
 LENGTHS = (16, 64, 256, 1024)  # tokens at which the report measures, up to the longest text
@@ -49,6 +49,7 @@ class Settings:
     budget: float | None = None  # largest rise of loss or cosine distance, without training; None to train
     length: int | None = None  # most tokens of a text; None for the model's, at most 512
     lr: float = 3e-4  # highest
+    multiply_adds: bool = False  # leave each norm as one multiply-add, for float16 and 8-bit integers
     device: str = "cpu"  # or "cuda"
     seed: int = 0  # of the order of texts
 
@@ -100,6 +101,9 @@ def remove_norms_dir(
     tokenizer = _tokenizer(path)
     kind = _kind(model)
     length = settings.length or min(longest(path, model, tokenizer), LONGEST)
+    if settings.length is not None:
+        most = min(_positions(model) or length, tokenizer.model_max_length)
+        require(SHORTEST <= length <= most, "--length", length, f"from {SHORTEST} to {most} tokens")
     lines, held_out = split(read_text(settings.text))
     make = functools.partial(Texts, tokenizer=tokenizer, length=length, causal=kind == "causal", device=settings.device)
     texts, others = make(lines), {"held out": make(held_out)}
@@ -116,7 +120,9 @@ def remove_norms_dir(
             model, texts.training(settings.seed), steps=settings.steps, budget=budget, lr=settings.lr,
             held_out=measured, score=score, clamp=kind == "causal",
             unit="loss of the next token, in nats" if kind == "causal" else "",
-            fold=lambda trained: fold(trained, **_example(trained, settings.device)),
+            fold=lambda trained: fold(
+                trained, **_example(trained, settings.device), multiply_adds=settings.multiply_adds
+            ),
             seed=settings.seed, checkpoint=checkpoint, on_progress=on_progress,
         )  # fmt: skip
         folded = folded.to(dtype)
@@ -132,7 +138,7 @@ def remove_norms_dir(
         del kept["removal"]["fold"]
         write_whole(out / FILE, json.dumps(kept, indent=1).encode())
         if removal.costs:
-            write_whole(out / COSTS, _costs(removal).encode())
+            write_whole(out / COSTS, costs_csv(removal).encode())
     return found
 
 
@@ -140,9 +146,13 @@ def longest(path: Path, model: Any, tokenizer: Any) -> int:
     """Return the most tokens of a text that a folder names for its model."""
     file = path / "sentence_bert_config.json"
     given = json.loads(file.read_text(encoding="utf8")) if file.is_file() else {}
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    known = [given.get("max_seq_length"), tokenizer.model_max_length, positions]
+    known = [given.get("max_seq_length"), tokenizer.model_max_length, _positions(model)]
     return given.get("max_seq_length") or min(each for each in [*known, LONGEST] if each)
+
+
+def _positions(model: Any) -> int | None:
+    """Return the most positions of a model, or None for one without a limit."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def _tokenizer(path: Path) -> Any:
@@ -263,7 +273,7 @@ def _load_lines(path: Path, out: Path) -> str:
     )
 
 
-def _costs(removal: Removal) -> str:
+def costs_csv(removal: Removal) -> str:
     """Return the costs of norms by depth, as CSV."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -32,7 +32,7 @@ THRESHOLDS: dict[str, Threshold] = {
     "largest": Threshold(6e4, "largest magnitude, near where float16 ends (65504)"),
     "spike": Threshold(20.0, "gradient norm over its median"),
     "dead": Threshold(0.05, "share of dead channels"),
-    "typical_token": Threshold(0.02, "median over mean of the tokens' mean squares, below which a few tokens decide"),
+    "typical_token": Threshold(0.1, "median over mean of the tokens' mean squares, below which a few tokens decide"),
     "token_share": Threshold(0.2, "share of tokens that the mean square averages over, below which a few decide it"),
     "padding": Threshold(0.01, "share of padding among the rows of a norm with batch statistics"),
     "tokens": Threshold(32, "rows of a batch below which its statistics are mostly chance"),
@@ -235,6 +235,24 @@ def dead_channels(check: Check, recording: Recording) -> list[Finding]:
     )
 
 
+def outlier_tokens(check: Check, recording: Recording) -> list[Finding]:
+    """Find norms of which few tokens are so large that they decide the mean square, and name the largest one."""
+    hit = {site: each.middle() for site, each in check.series(recording).items()}
+    hit = {site: value for site, value in hit.items() if value < LIMITS["typical_token"]}
+    if not hit:
+        return []
+    worst = min(hit, key=hit.__getitem__)
+    factor, place = (recording.middle(name, worst) for name in ("largest_token", "largest_token_place"))
+    named = f"the token at position {place:.0f} of a sequence has {factor:.3g} times the root mean square of the median"
+    message = (
+        "few tokens are far larger than the others"
+        + (f": at {worst} {named} token" if math.isfinite(place) else "")
+        + "; a norm with running statistics would make the others {0:.3g} times too small"
+    )
+    hit = {site: 1 / math.sqrt(max(value, 1e-38)) for site, value in hit.items()}
+    return check.findings(recording, hit, message, "leave these norms as they are: convert(..., where=)")
+
+
 def gradient_spikes(check: Check, recording: Recording) -> list[Finding]:
     """Find single gradients far above the median."""
     series = recording.of("gradient_norm").get("")
@@ -385,11 +403,7 @@ CHECKS = (
         " of the tokens, and the norm makes the others small",
         "add nk.scale_loss to the loss (papers train --scale-loss 0.1), or use a per-token norm there", below=True),
         "token_share", _of_batches),
-    Check("outlier tokens", by_site(
-        LIMITS["typical_token"], "a few tokens are far larger than the others, often the first of each sequence: the"
-        " mean square of most is {percent:.2g} % of the average, by which a norm with running statistics would divide",
-        "leave these norms as they are: convert(..., where=)", below=True),
-        "typical_token", lambda norm: not norm.batch),
+    Check("outlier tokens", outlier_tokens, "typical_token", lambda norm: not norm.batch),
     Check("evaluation", evaluation, "gap_batch",
           lambda norm: norm.batch and norm.tracks and not norm.quadratic, steps=LIMITS["steps"]),
     Check("evaluation", evaluation, "gap_quadratic", lambda norm: norm.quadratic, steps=LIMITS["steps"]),
