@@ -133,8 +133,6 @@ def _index_add(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any
     known.terms[1] = (joined(known.terms[1][0], added), 1.0)
     tracer.note_reader(rows, known)
     tracer.shadows[out] = tracer.shadow(into)
-    if tracer.trace.measuring:
-        known.measure(out, dim)
     return True
 
 
@@ -267,8 +265,6 @@ def _combine(tracer: "Tracer", parts: list[Tensor], terms: list[tuple[Tensor, fl
     if out is parts[0]:  # in place
         tracer._forget(out)
     tracer.mark(out, source, dim)
-    if tracer.trace.measuring and source.adds:
-        source.measure(out, dim)
     return True
 
 
