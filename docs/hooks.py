@@ -153,9 +153,10 @@ def result(name: str, columns: list[str], key: str | None = None, value: str | N
 
 
 def study(name: str) -> list[str]:
-    """The table of a study at pocket scale, from papers/results."""
+    """The table of a study of ours at pocket scale, from papers/results."""
     rows, _ = known(STUDIES[name], "pocket", ROOT / "runs" / "none")
-    return table(*_split(grid(build(STUDIES[name], "pocket", rows))))
+    head, _, *lines = grid(build(STUDIES[name], "pocket", rows))
+    return table(head, lines)
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
