@@ -411,7 +411,7 @@ def main() -> None:
     if args.task != "blocks":
         row(way, gone, norms, 0, loss(model, valid))
     if args.task != "fit":
-        steps = train(original, model, data, valid, first, args.minutes, args.lr, args.state)
+        steps = train(original, model, data, first, args.minutes, args.lr, args.state, valid)
         row(f"{way}, trained", gone, norms, steps, loss(model, valid))
 
 

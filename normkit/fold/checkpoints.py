@@ -11,6 +11,7 @@ import shutil
 import struct
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -346,12 +347,14 @@ def _write_shard(file: Path, shard: dict[str, Stored], changes: dict[str, Edit],
         header[name] = {"dtype": stored.type, "shape": stored.shape, "data_offsets": (at, at := at + stored.nbytes)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with file.open("wb") as opened:
-        opened.write(struct.pack("<Q", len(text)) + text)
+    with file.open("wb") as opened, ThreadPoolExecutor(1) as disk:
+        written = disk.submit(opened.write, struct.pack("<Q", len(text)) + text)
         for name, stored in shard.items():
             for rows, old in blocks(stored.lazy()):
                 new = _rounded(changes[name](old.double(), rows), old, name) if name in changes else old
-                opened.write(new.contiguous().view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+                written.result()  # of the block before, written while this one was computed
+                written = disk.submit(opened.write, new.contiguous().view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+        written.result()
 
 
 def _rounded(values: Tensor, old: Tensor, name: str) -> Tensor:

@@ -115,14 +115,14 @@ class FoldPlan:
         if name in self.chosen and not node.offline:
             return replace(outcome, action="gain folded", into=after, why=online, saved=own)
         if name in self.additions and not node.offline:
-            why = f"{ONLINE}; its bias stays: {self._reason(node).split('; nor into')[0]}"
+            why = f"{ONLINE}; its bias stays: {self._reason(node, True).split('; nor into')[0]}"
             return replace(outcome, action="gain folded", into=after, why=why)
         if name in self.chosen:
             action = "folded back" if before and not after else "folded"
             why = "" if into else "it is the identity" if node.trivial else "its output is not used"
             why = "its call stays, as the identity" if name in self.trace.calls else why
             return replace(outcome, action=action, into=into, why=why, saved=own)
-        why = self._reason(node)
+        why = self._reason(node, node.offline)  # of an online norm the gain could go alone
         if not node.offline:
             moved = bool((self.at.scale[node.outputs] != 1).any() | (self.at.shift[node.outputs] != 0).any())
             return replace(outcome, action="gain changed" if moved else "kept", why=f"{ONLINE}; its gain stays: {why}")
@@ -160,13 +160,16 @@ class FoldPlan:
                 cost += owner.embed_dim  # it has both biases or none
             outcomes[name] = replace(outcomes[name], saved=outcomes[name].saved - cost)
 
-    def _reason(self, node: NormNode) -> str:
-        """The reason for a norm that stays: what fixes its output, and what fixes its input."""
+    def _reason(self, node: NormNode, shifts: bool) -> str:
+        """The reason for a norm that stays: what fixes its output and its input, their scale alone if not `shifts`."""
         if node.name in self.solver.stuck:
             return self.solver.stuck[node.name]
         fixed_by, streams_of = self.relations.fixed_by, self.relations.streams_of
-        shifts = bool((node.shift != 0).any()) or node.offline
-        after, before = fixed_by(streams_of(node.outputs), shifts), fixed_by(streams_of(node.inputs), shifts)
+        moves = node.offline or bool((node.shift != 0).any())
+        after, before = (
+            ("" if shifts else fixed_by(streams, False)) or fixed_by(streams, moves)
+            for streams in (streams_of(node.outputs), streams_of(node.inputs))
+        )
         if self.limit is not None and self.solver.consistent([*self.chosen, node.name]):
             return f"folded, one channel of a sum would be {self.limit:g} times as large as the median one (spread=)"
         if bool((node.inputs == 0).any()):

@@ -171,7 +171,7 @@ def remove_norms_dir(
         del kept["removal"]["fold"]
         write_whole(out / FILE, json.dumps(kept, indent=1).encode())
         if removal.costs:
-            write_whole(out / COSTS, _costs(removal).encode())
+            write_whole(out / COSTS, costs_csv(removal).encode())
     return found
 
 
@@ -333,7 +333,7 @@ def _load_lines(path: Path, out: Path) -> str:
     )
 
 
-def _costs(removal: Removal) -> str:
+def costs_csv(removal: Removal) -> str:
     """Return the costs of norms by depth, as CSV."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
