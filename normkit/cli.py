@@ -88,11 +88,11 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--out", type=Path, required=True, help="folder for the model without norms")
     one.add_argument("--second", metavar="TEXT", help="another text, to measure on alone")
     one.add_argument(
-        "--steps", type=_positive, default=None, help="training steps; default: 300, language models: none"
+        "--steps", type=_positive, help="training steps; default: 300; of a language model's blocks, each: none"
     )
     one.add_argument("--budget", type=float, help="train nothing: remove norms for at most this together")
     one.add_argument("--length", type=_positive, help="most tokens of a text; default: the model's, up to 512")
-    one.add_argument("--lr", type=float, default=3e-4, help="highest learning rate; default: 3e-4")
+    one.add_argument("--lr", type=float, help="highest learning rate; default: 3e-4, of language models 1e-3")
     one.add_argument(
         "--multiply-adds", action="store_true", help="leave each norm as one, for float16 and 8-bit integers"
     )

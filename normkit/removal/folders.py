@@ -45,10 +45,12 @@ class Settings:
 
     text: str  # to train on: a file with one text a line, or a data set of the Hub
     second: str | None = None  # another such text, which is measured on alone
-    steps: int | None = None  # of training, after which no norm is left; None for 300
+    steps: int | None = (
+        None  # of training, of each block of a language model, after which no norm is left; None for 300
+    )
     budget: float | None = None  # largest rise of loss or cosine distance, without training; None to train
     length: int | None = None  # most tokens of a text; None for the model's, at most 512
-    lr: float = 3e-4  # highest
+    lr: float | None = None  # highest; None for that of `remove_norms`
     multiply_adds: bool = False  # leave each norm as one multiply-add, for float16 and 8-bit integers
     device: str = "cpu"  # or "cuda"
     seed: int = 0  # of the order of texts
