@@ -122,7 +122,8 @@ def fold(
             eps_error = survey.worst(_without_cancelled(rewrite(copy.deepcopy(survey.model), plan), plan))
             folded = _without_cancelled(folded, plan)
         report = survey.report(folded, plan.outcomes, worst)
-    return folded, replace(report, largest_factor=largest_factor(plan), spread=plan.spread, eps_error=eps_error)
+    report = replace(report, largest_factor=largest_factor(plan), spread=plan.spread, limit=spread)
+    return folded, replace(report, eps_error=eps_error)
 
 
 def audit(

@@ -171,7 +171,7 @@ class FoldPlan:
             for streams in (streams_of(node.outputs), streams_of(node.inputs))
         )
         if self.limit is not None and self.solver.consistent([*self.chosen, node.name]):
-            return f"folded, one channel of a sum would be {self.limit:g} times as large as the median one (spread=)"
+            return f"folded, the channels of a sum would differ by more than spread={self.limit:g}"
         if bool((node.inputs == 0).any()):
             before = "its input is not the output of layers alone"
         if not after or not before:

@@ -127,14 +127,15 @@ class Report(Audit):
     `max_error` is the largest error in float64, relative to the largest output, `native_error` that of the returned
     model in its own type: inf where rounding changes whole numbers or shapes in the output, such as predicted classes.
     `largest_factor` is the largest number that any weight was multiplied by. `spread` is the largest range of a channel
-    on a residual stream over that of the median channel there. `eps_error` is the largest error in float64 after the
-    norms went that others cancel up to eps.
+    on a residual stream over that of the median channel there, and `limit` the one that was given. `eps_error` is the
+    largest error in float64 after the norms went that others cancel up to eps.
     """
 
     max_error: float = 0.0
     native_error: float = 0.0
     largest_factor: float = 1.0
     spread: float = 1.0
+    limit: float | None = None
     eps_error: float = 0.0
 
     @property
@@ -149,8 +150,10 @@ class Report(Audit):
             f"largest error {self.max_error:.1e} in float64, {self.native_error:.1e} in the model's own type{zero}"
         )
         if self.spread > UNEVEN:
+            text += f"\none channel of a residual stream is {self.spread:.2g} times as large as the median one, "
             text += (
-                f"\nof the sums of a residual stream one channel is {self.spread:.2g} times as large as the median one:"
-                " no fault in float32 and bfloat16;\nfor float16 and 8-bit integers fold with spread=16"
+                "which float32 and bfloat16 hold;\nfor float16 and 8-bit integers fold with spread=16"
+                if self.limit is None
+                else f"the limit being {self.limit:g} or the original's own"
             )
         return text
