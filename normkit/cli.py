@@ -88,12 +88,14 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--out", type=Path, required=True, help="folder for the model without norms")
     one.add_argument("--second", metavar="TEXT", help="another text, to measure on alone")
     one.add_argument(
-        "--steps", type=_positive, default=None, help="training steps; default: 300, language models: none"
+        "--steps", type=_positive, help="training steps; default: 300; of a language model's blocks, each: none"
     )
     one.add_argument("--budget", type=float, help="train nothing: remove norms for at most this together")
     one.add_argument("--length", type=_positive, help="most tokens of a text; default: the model's, up to 512")
-    one.add_argument("--lr", type=float, default=3e-4, help="highest learning rate; default: 3e-4")
-    one.add_argument("--spread", type=float, help="limit for `fold`: 16 for float16 and 8-bit integers")
+    one.add_argument("--lr", type=float, help="highest learning rate; default: 3e-4, of language models 1e-3")
+    one.add_argument(
+        "--multiply-adds", action="store_true", help="leave each norm as one, for float16 and 8-bit integers"
+    )
     one.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     one.add_argument("--seed", type=int, default=0, help="seed of the order of texts; default: 0")
     one.add_argument("--resume", action="store_true", help="continue an interrupted removal")
@@ -174,7 +176,7 @@ def remove_norms(given: argparse.Namespace) -> int:
     from normkit.removal.folders import Settings, remove_norms_dir
 
     _check_device(given.device)
-    names = ("text", "second", "steps", "budget", "length", "lr", "spread", "device", "seed")
+    names = ("text", "second", "steps", "budget", "length", "lr", "multiply_adds", "device", "seed")
     settings = Settings(**{name: getattr(given, name) for name in names})
     found = remove_norms_dir(given.model, given.out, settings, resume=given.resume, on_progress=Progress())
     _write(f"{found}\n\nsaved to {given.out}")
@@ -217,7 +219,7 @@ def export(given: argparse.Namespace) -> int:
     if found.cosine is not None and found.cosine < NEAR:
         _write(
             f"warning: the outputs have a cosine of {found.cosine:.2f} to those in float, too little for most"
-            " uses; export in float32, or take the norms out with `normkit remove-norms --spread 16` first"
+            " uses; export in float32, or take the norms out with `normkit remove-norms --multiply-adds` first"
         )
     return 0
 

@@ -9,7 +9,7 @@ from third_party_models import case_of, randomize
 from torch import Tensor, nn
 
 from normkit.fold import fold
-from normkit.models import Int8, convert, export
+from normkit.models import convert, export
 from normkit.models.invoke import Call
 from normkit.models.quantize import calibration
 
@@ -36,7 +36,7 @@ def mixer() -> nn.Module:
 
 def test_keywords_of_a_batch_may_come_in_any_order():
     ids, mask = torch.ones(2, 3), torch.zeros(2, 3)
-    batches = calibration(Int8([{"mask": mask, "ids": ids}]), Call((), {"ids": ids, "mask": mask}), dynamic=True)
+    batches = calibration([{"mask": mask, "ids": ids}], Call((), {"ids": ids, "mask": mask}), dynamic=True)
     assert batches[0][0] is ids
     assert batches[0][1] is mask
 
@@ -46,8 +46,8 @@ def test_integers_are_close_to_the_float_model(mixer, tmp_path):
     x, batches = torch.randn(4, 16), torch.randn(8, 4, 16)
     in_float = export(mixer, tmp_path / "float.onnx", x)
     assert in_float.cosine is None
-    for int8 in ("dynamic", Int8(batches, "products"), Int8(batches, "stream")):
-        done = export(mixer, tmp_path / "int8.onnx", x, int8=int8)
+    for int8, stream in (("dynamic", False), ([*batches], False), ([*batches], True)):
+        done = export(mixer, tmp_path / "int8.onnx", x, int8=int8, stream=stream)
         assert in_float.max_error < 1e-4 < done.max_error < 0.2, str(done)
         assert done.cosine > 0.99, str(done)
         assert done.path.stat().st_size > 0
@@ -57,7 +57,9 @@ def test_integers_are_close_to_the_float_model(mixer, tmp_path):
 def test_the_scope_selects_what_computes_in_integers(mixer, tmp_path):
     read_by = {}
     for scope in ("products", "stream"):
-        done = export(mixer, tmp_path / "m.onnx", torch.randn(4, 16), int8=Int8(torch.randn(2, 4, 16), scope))
+        done = export(
+            mixer, tmp_path / "m.onnx", torch.randn(4, 16), int8=[*torch.randn(2, 4, 16)], stream=scope == "stream"
+        )
         graph = onnx.load(done.path).graph
         dequantized = {node.output[0] for node in graph.node if node.op_type == "DequantizeLinear"}
         read_by[scope] = Counter(node.op_type for node in graph.node if dequantized.issuperset(node.input[:2]))
@@ -69,8 +71,8 @@ def test_the_scope_selects_what_computes_in_integers(mixer, tmp_path):
 
 def test_an_attention_mask_stays_in_float(tmp_path):
     case = case_of("bert")
-    int8 = Int8([case.kwargs], "stream")
-    done = export(case.model.eval(), tmp_path / "m.onnx", outputs=case.outputs, int8=int8, **case.kwargs)
+    given = {"int8": [case.kwargs], "stream": True, "outputs": case.outputs}
+    done = export(case.model.eval(), tmp_path / "m.onnx", **given, **case.kwargs)
     assert (case.kwargs["attention_mask"] == 0).any()
     assert done.cosine > 0.99, str(done)
 
@@ -91,7 +93,7 @@ def test_sums_of_positions_stay_integers(tmp_path):
     torch.manual_seed(0)
     tokens = torch.randint(0, 10, (4, 6))
     for scope in ("products", "stream"):
-        done = export(Positions().eval(), tmp_path / f"{scope}.onnx", tokens, int8=Int8([tokens], scope))
+        done = export(Positions().eval(), tmp_path / f"{scope}.onnx", tokens, int8=[tokens], stream=scope == "stream")
         assert done.cosine > 0.99, str(done)
 
 
@@ -109,15 +111,15 @@ def test_bad_batches_and_formats_are_named(mixer, tmp_path):
         export(mixer, path, x, int8=["words"])
     with pytest.raises(ValueError, match=r"batch 1 of int8= has NaN or infinity in float32\[4, 16\]"):
         export(mixer, path, x, int8=[x, x / 0])
-    for wrong in (True, "words"):
-        with pytest.raises(ValueError, match="int8="):
+    for wrong in (True, "words", x):
+        with pytest.raises((TypeError, ValueError), match="int8"):
             export(mixer, path, x, int8=wrong)
     with pytest.raises(ValueError, match=r"missing.m\.onnx is in no folder; make it first"):
         export(mixer, tmp_path / "missing" / "m.onnx", x)
     with pytest.raises(ValueError, match="form of the example"):
         export(mixer, path, x, dynamic=False, int8=[torch.randn(2, 16)])
-    with pytest.raises(ValueError, match="scope must be 'products' or 'stream'; got 'sums'"):
-        Int8([x], "sums")
+    with pytest.raises(ValueError, match="stream"):
+        export(mixer, path, x, int8="dynamic", stream=True)
     with pytest.raises(ValueError, match=r"m\.pt2"):
         export(mixer, tmp_path / "m.pt2", x, int8=[x])
     assert not path.exists()

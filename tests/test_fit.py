@@ -238,7 +238,5 @@ def test_bad_input_raises_and_leaves_no_thread_and_the_norms_as_they_were():
         assert not [t for t in threading.enumerate() if t.name.startswith("normkit")]
     with pytest.raises(ValueError, match="no norm with running statistics"):
         calibrate(original, data, like=other)
-    with pytest.raises(ValueError, match="passes"):
-        calibrate(model, data, like=original, passes=2)
     with pytest.raises(ValueError, match="like"):
         calibrate(model, data, like=model)

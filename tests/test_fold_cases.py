@@ -421,3 +421,10 @@ def test_a_norm_that_returns_its_input_is_not_taken_for_what_wrote_it():
             return x + torch.tanh(self.layer(self.norm(x)))
 
     check(Block(), torch.randn(3, 5, DIM), actions="multiply-add, folded")
+
+
+def test_multiply_adds_leave_each_norm_as_one_and_no_factor_in_a_weight():
+    model, ids = Post(depth=4), tokens(2, 5, high=20)
+    folded, report = check(model, ids, actions=", ".join(["multiply-add"] * 4), multiply_adds=True)
+    assert report.largest_factor == 1
+    assert all(isinstance(norm, Affine) for norm in folded.norms)

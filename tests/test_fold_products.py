@@ -172,3 +172,18 @@ def test_a_product_with_complex_numbers_is_only_read():
     model = Read(nn.Linear(DIM, 4, dtype=torch.complex128), spectrum).double()
     _, report = fold(model.eval(), torch.randn(2, 5, DIM).double())
     assert [row.action for row in report] == ["multiply-add"]
+
+
+def test_large_weights_are_followed_as_small_ones_are():
+    class Left(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(300, 256))
+
+        def forward(self, x):
+            return self.weight @ x.mT
+
+    convolutions = nn.Sequential(nn.Conv2d(3, 192, 1), nn.BatchNorm2d(192), nn.Conv2d(192, 96, 3), nn.BatchNorm2d(96),
+                                 nn.ReLU())  # fmt: skip
+    check(convolutions, torch.randn(2, 3, 5, 5), actions="folded, folded back")
+    check(nn.Sequential(make("un(bias=False)", 256), Left()), torch.randn(7, 256), actions="folded")

@@ -127,30 +127,27 @@ def test_a_convolutional_network_folds_whole(norm):
     model = nn.Sequential(nn.Conv2d(3, DIM, 3, bias=False), nn.BatchNorm2d(DIM), nn.ReLU(inplace=True), Residual(),
                           nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(DIM, 2))  # fmt: skip
     model = randomize(model) if norm == "as it is" else convert(randomize(model), norm)
-    _, report = check(model, torch.randn(2, 3, 9, 9), actions="folded back, folded back, folded back")
-    assert [row.position for row in report] == ["embedding", "inner", "post"]
+    check(model, torch.randn(2, 3, 9, 9), actions="folded back, folded back, folded back")
 
 
 def test_the_report_prints_an_aligned_table():
     _, report = check(Tied(), tokens(2, 5))
     lines = report.table.splitlines()
-    assert lines[0].split() == ["norm", "is", "stands", "becomes", "into,", "or", "why", "not", "saved"]
+    assert lines[0].split() == ["norm", "is", "becomes", "into,", "or", "why", "not"]
     assert lines[1].index("multiply-add") == lines[0].index("becomes")
     assert "compared on: " + "; ".join(report.tried) in report.summary.splitlines()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
-def test_reports_count_gains_and_what_untying_adds_in_narrow_columns(name):
+def test_reports_count_gains_and_what_untying_adds(name):
     case = CASES[name]()
     _, report = fold(case.model, *case.args, outputs=case.outputs, untie=True, **case.kwargs)
     gains, added = report.count("gain folded"), case.model.get_input_embeddings().weight.numel()
     head = case.model.get_output_embeddings()
     assert gains > 1
     assert report.untied == added == head.weight.numel()
-    assert report.saved == sum(row.saved for row in report)
     assert f"{gains} others" in report.summary
     assert f"{added:,} added by untying" in report.summary
-    assert max(map(len, report.table.splitlines())) <= 110
 
 
 def test_the_report_notes_a_comparison_that_shows_nothing():

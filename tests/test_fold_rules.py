@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from fold_cases import DIM, both_agree_on
 from torch import Tensor, nn
 
@@ -36,7 +35,6 @@ HOW = {
     "select_scatter": lambda y, z, x: y.select_scatter(z[:, 1], 1, 0),
     "masked_scatter": lambda y, z, x: y.masked_scatter((x[..., :1] > 1).expand_as(y), z),
     "masked_scatter, one column": lambda y, z, x: y.masked_scatter(x[..., :1] > 1, z),
-    "circular": lambda y, z, x: F.pad(y.mT, (1, 2), "circular").mT,
 }
 
 
@@ -50,17 +48,3 @@ def test_operations_that_pass_coordinates(name):
 def test_elements_of_any_row_written_over_a_norm_keep_it(width):
     masks = {DIM: lambda y, z, x: y.masked_scatter(x > 1, z), 1: lambda y, z, x: y.masked_scatter(x[0, 0] > 1, z)}
     both_agree_on(Passed(masks[width]), (torch.zeros(2, 5, DIM),), (torch.randn(3, 7, DIM),), "multiply-add")
-
-
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_a_convolution_with_circular_padding_takes_the_shift_too(dims):
-    class Picture(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = make("batch", 3)
-            self.convolution = getattr(nn, f"Conv{dims}d")(3, 2, 3, padding=1, padding_mode="circular")
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.convolution(self.norm(torch.tanh(x).movedim(1, -1)).movedim(-1, 1))
-
-    both_agree_on(Picture(), (torch.randn(2, 3, *[5] * dims),), (torch.randn(1, 3, *[4] * dims),), "folded")

@@ -7,7 +7,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.testing import assert_close
 
 import normkit as nk
-from normkit.models.parametrized import plain_weights
+from normkit.models.take_apart import plain_weights
 
 
 def network(normalize):

@@ -10,7 +10,6 @@ from normkit import watch
 from normkit.watch import NOT_CHECKED, THRESHOLDS, Row, checked, diagnose
 from normkit.watch.diagnose import CHECKS, target_share
 from normkit.watch.recording import Recording
-from normkit.watch.sites import format_sites
 
 
 def sample(seed, *shape):
@@ -298,9 +297,3 @@ def test_rows_and_files_of_rows_are_diagnosed_and_nothing_else(tmp_path):
     for given, error in ((nn.LayerNorm(3), TypeError), ([1, 2], TypeError), ([], ValueError), ("no.csv", ValueError)):
         with pytest.raises(error, match="rows"):
             diagnose(given)
-
-
-def test_sites_are_listed_in_few_words():
-    sites = [f"encoder.layers.{i}.norm" for i in (0, 1, 2, 4)]
-    assert format_sites(sites) == "encoder.layers.0-2.norm, encoder.layers.4.norm"
-    assert format_sites(f"norm{c}" for c in "abcdefgh").endswith(", 2 more")

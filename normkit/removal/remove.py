@@ -20,11 +20,14 @@ from normkit.models import calibrate, convert, find
 from normkit.models.checks import check_not_meta, check_not_wrapped
 from normkit.models.invoke import Call, Forward, Pick, arguments, call, check_batches
 from normkit.norms import StatNorm, make, parse
+from normkit.removal.blocks import blocks_of, train_blocks
 from normkit.removal.budget import Cost, Score, choose
 from normkit.removal.distill import Comparison, Loss, mask_of, train
 from normkit.removal.large_tokens import add_clamps, clamp_writers, clamps_first
 
 STEPS = 300  # of training
+LR, BLOCK_LR = 3e-4, 1e-3  # of the model and of single blocks
+IN_MEMORY = 32  # batches whose streams are in memory while blocks are trained
 FITTED = 8  # batches that gains and biases are fitted to
 CALIBRATED = 100  # batches that statistics are measured on after training on the statistics of batches
 KEPT = {  # by unit what kept runs have: papers/results/remove-norms.csv
@@ -105,7 +108,7 @@ def remove_norms(
     unit: str = "",
     clamp: bool = False,
     to: str = "un(warmup=0)",
-    lr: float = 3e-4,
+    lr: float | None = None,
     statistics: str | None = None,
     fold: Callable[[nn.Module], tuple[nn.Module, Report]] | None = None,
     seed: int = 0,
@@ -115,15 +118,16 @@ def remove_norms(
     """Return a model without its norms, and a report; the model is not changed.
 
     Norms are converted to ones with frozen statistics and fitted to the original's by least squares. The model is then
-    trained a little, towards the original's outputs and what its norms return (embeddings stay), or with your loss. The
-    result is folded, which is verified in float64. With `budget` nothing is trained: the norms that the model can lose
-    within the budget go, the others stay.
+    trained a little, towards the original's outputs and what its norms return (embeddings stay), or with your loss.
+    With `clamp` each block is trained alone, towards the original's block. The result is folded, which is verified in
+    float64. With `budget` nothing is trained: the norms that the model can lose within the budget go, the others stay.
 
     Args:
         model: The trained model, on the device where it shall be trained.
         batches: Inputs: mappings of keywords, tuples of arguments, or single arguments. The first 8 serve the fit.
             They are repeated if there are fewer than `steps`.
-        steps: Training steps; some hundred towards the original's outputs, a thousand with labels. None for 300.
+        steps: Training steps; some hundred towards the original's outputs, a thousand with labels. None for 300. With
+            `clamp`, steps of each block.
         budget: Largest rise of the score, in its unit; None to train.
         held_out: Batches to score on. None scores on those of the fit, which flatters.
         outputs: Picks the tensor to compare from what the model returns; None for logits or hidden states.
@@ -136,9 +140,10 @@ def remove_norms(
         unit: What `score` is, for the report.
         clamp: Clamp each channel of what stands in a norm's place to the range of what the norm returned. Without
             norms nothing else bounds the product in a gated MLP. With training the layers that write tokens much
-            larger than others are clamped, too.
+            larger than others are clamped, too, and without `loss` each block is trained alone.
         to: Spec of the norm that is folded.
-        lr: Highest learning rate. Without norms nothing bounds activations: a third of the model's own, or less.
+        lr: Highest learning rate. None for 3e-4, and for 1e-3 block by block. Without norms nothing bounds activations:
+            a third of the model's own, or less.
         statistics: Statistics of the new norms in training: "frozen", or "batches", calibrated at the end. None for
             "batches" with `loss`, else "frozen".
         fold: Called as `fold(model)` in place of `normkit.fold` on the first batch.
@@ -212,13 +217,20 @@ def remove_norms(
         inplace=True,
     )  # fmt: skip
     scores["fitted"] = scored(converted)
-    sites = [name for name, module in converted.named_modules() if isinstance(module, StatNorm)]
-    with _tables_kept(converted) if loss is None else contextlib.nullcontext():
-        train(
-            converted, loss or compare._replace(original=teacher).loss(sites), data, steps=steps, lr=lr,
-            dropout=loss is not None, frozen=frozen, checkpoint=checkpoint,
-            on_step=lambda step, _: progress("training, step", step, steps),
+    if clamp and loss is None and frozen and blocks_of(teacher):
+        train_blocks(
+            converted, teacher, list(islice(data, min(steps, IN_MEMORY))), steps=steps, lr=lr or BLOCK_LR, seed=seed,
+            forward=forward, checkpoint=checkpoint,
+            on_step=lambda step, of: progress("training blocks, step", step, of),
         )  # fmt: skip
+    else:
+        sites = [name for name, module in converted.named_modules() if isinstance(module, StatNorm)]
+        with _tables_kept(converted) if loss is None else contextlib.nullcontext():
+            train(
+                converted, loss or compare._replace(original=teacher).loss(sites), data, steps=steps, lr=lr or LR,
+                dropout=loss is not None, frozen=frozen, checkpoint=checkpoint,
+                on_step=lambda step, _: progress("training, step", step, steps),
+            )  # fmt: skip
     if not frozen:
         calibrate(converted, islice(data, CALIBRATED), forward=forward, inplace=True)
     folded, report = folded_and_scored(converted)
@@ -269,7 +281,7 @@ def _check(model: Any, batches: Any, steps: Any, budget: Any, lr: Any, statistic
     check_batches(batches, "remove_norms()")
     require(is_int(steps) and steps >= 1, "steps", steps, "a whole number of at least 1")
     require(budget is None or (is_number(budget) and budget >= 0), "budget", budget, "a number of at least 0, or None")
-    require(is_number(lr) and 0 < lr < float("inf"), "lr", lr, "above 0 and finite")
+    require(lr is None or (is_number(lr) and 0 < lr < float("inf")), "lr", lr, "above 0 and finite, or None")
     require(statistics in (None, "frozen", "batches"), "statistics", statistics, "'frozen', 'batches' or None")
 
 

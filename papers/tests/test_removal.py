@@ -1,4 +1,4 @@
-"""`papers remove-norms`: runs lose their norms, on their own data."""
+"""`papers use remove-norms`: runs lose their norms, on their own data."""
 
 import csv
 import dataclasses
@@ -40,7 +40,7 @@ CARRIED = Run(  # other numbers of texts side by side in training, validation an
 )
 def test_a_run_loses_its_norms_and_the_report_compares(loss, settings, norms, tmp_path, capsys):
     train(settings, tmp_path / "run")
-    words = ["remove-norms", tmp_path / "run", "--steps", 4, "--loss", loss, "--out", tmp_path / "out"]
+    words = ["use", "remove-norms", tmp_path / "run", "--steps", 4, "--loss", loss, "--out", tmp_path / "out"]
     assert main([str(word) for word in words]) == 0
     assert f"{norms} of {norms} norms fold away" in capsys.readouterr().out
     folded = load(tmp_path / "out").model
@@ -54,7 +54,7 @@ def test_a_run_loses_its_norms_and_the_report_compares(loss, settings, norms, tm
 
 def test_with_a_budget_nothing_is_trained_and_the_costs_are_kept(tmp_path):
     train(RUN, tmp_path / "run")
-    words = ["remove-norms", tmp_path / "run", "--budget", 0.05, "--out", tmp_path / "out"]
+    words = ["use", "remove-norms", tmp_path / "run", "--budget", 0.05, "--out", tmp_path / "out"]
     assert main([str(word) for word in words]) == 0
     with (tmp_path / "out" / COSTS).open() as file:
         costs = list(csv.DictReader(file))
