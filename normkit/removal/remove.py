@@ -119,15 +119,16 @@ def remove_norms(
 
     Norms are converted to ones with frozen statistics and fitted to the original's by least squares. The model is then
     trained a little, towards the original's outputs and what its norms return (embeddings stay), or with your loss.
-    With `clamp` each block is trained alone, towards the original's block. The result is folded, which is verified in
-    float64. With `budget` nothing is trained: the norms that the model can lose within the budget go, the others stay.
+    With `clamp` each block is trained alone first, towards the original's block. The result is folded, and verified
+    in float64. With `budget` nothing is trained: the norms that the model can lose within the budget go, the others
+    stay.
 
     Args:
         model: The trained model, on the device where it shall be trained.
         batches: Inputs: mappings of keywords, tuples of arguments, or single arguments. The first 8 serve the fit.
             They are repeated if there are fewer than `steps`.
         steps: Training steps; some hundred towards the original's outputs, a thousand with labels. None for 300. With
-            `clamp`, steps of each block.
+            `clamp` first as many of each block.
         budget: Largest rise of the score, in its unit; None to train.
         held_out: Batches to score on. None scores on those of the fit, which flatters.
         outputs: Picks the tensor to compare from what the model returns; None for logits or hidden states.
@@ -140,7 +141,7 @@ def remove_norms(
         unit: What `score` is, for the report.
         clamp: Clamp each channel of what stands in a norm's place to the range of what the norm returned. Without
             norms nothing else bounds the product in a gated MLP. With training the layers that write tokens much
-            larger than others are clamped, too, and without `loss` each block is trained alone.
+            larger than others are clamped, too, and without `loss` each block is trained alone first.
         to: Spec of the norm that is folded.
         lr: Highest learning rate. None for 3e-4, and for 1e-3 block by block. Without norms nothing bounds activations:
             a third of the model's own, or less.
@@ -223,14 +224,14 @@ def remove_norms(
             forward=forward, checkpoint=checkpoint,
             on_step=lambda step, of: progress("training blocks, step", step, of),
         )  # fmt: skip
-    else:
-        sites = [name for name, module in converted.named_modules() if isinstance(module, StatNorm)]
-        with _tables_kept(converted) if loss is None else contextlib.nullcontext():
-            train(
-                converted, loss or compare._replace(original=teacher).loss(sites), data, steps=steps, lr=lr or LR,
-                dropout=loss is not None, frozen=frozen, checkpoint=checkpoint,
-                on_step=lambda step, _: progress("training, step", step, steps),
-            )  # fmt: skip
+        checkpoint = checkpoint and checkpoint.with_name("whole.pt")  # of the training that follows
+    sites = [name for name, module in converted.named_modules() if isinstance(module, StatNorm)]
+    with _tables_kept(converted) if loss is None else contextlib.nullcontext():
+        train(
+            converted, loss or compare._replace(original=teacher).loss(sites), data, steps=steps, lr=lr or LR,
+            dropout=loss is not None, frozen=frozen, checkpoint=checkpoint,
+            on_step=lambda step, _: progress("training, step", step, steps),
+        )  # fmt: skip
     if not frozen:
         calibrate(converted, islice(data, CALIBRATED), forward=forward, inplace=True)
     folded, report = folded_and_scored(converted)
