@@ -153,10 +153,8 @@ REASONS = {  # part of a reason: how the page puts it
 def reason(row: Outcome) -> str:
     """A reason without the names of a particular layer."""
     first, _, rest = row.why.partition(";")
-    if row.position == "inner" and first == "read by aten.bmm":
+    if first == "read by aten.bmm":
         return "norm of queries or keys"
-    if row.position == "post" and first.startswith("read by norm"):
-        return "post-norm"
     if first.startswith("no call that was tried used"):
         return f"weights that no call used may read it ({rest.partition(';')[0].strip()})"
     if first.startswith("read by aten"):

@@ -63,8 +63,8 @@ class Block(nn.Module):
         self.calm: tuple[Tensor, Tensor] | None = None  # bounds of what the MLP adds
 
     def forward(self, h: Tensor) -> Tensor:
-        h = h + self.o(self.mix(self.qkv(self.n1(h)))).float()
-        return h + self.add(self.act(self.gate_up(self.n2(h)))).float()
+        h = h + self.o(self.mix(self.qkv(self.n1(h)))).to(h.dtype)
+        return h + self.add(self.act(self.gate_up(self.n2(h)))).to(h.dtype)
 
     def add(self, x: Tensor) -> Tensor:
         """Return what the MLP adds to the stream."""
@@ -258,6 +258,31 @@ def train_blocks(original: Model, model: Model, data: Tensor, first: int, state:
         model.norm = line(h, original.norm(x), torch.ones(h.shape[:2]), False)
 
 
+@torch.no_grad()
+def fold(model: Model, ids: Tensor) -> tuple[Model, float]:
+    """Fold all lines into the layers that read them; also return the largest error in float64, relative.
+
+    What is left in a line's place clamps the stream, where the line had bounds.
+    """
+    model = copy.deepcopy(model).double()
+    folded = copy.deepcopy(model)
+    for block in folded.blocks:
+        for _, norm, reader, *_ in SITES:
+            line, layer = getattr(block, norm), getattr(block, reader)
+            ends = torch.stack([(end - line.shift) / line.scale for end in (line.low, line.high)])
+            layer.bias += layer.weight @ line.shift
+            layer.weight *= line.scale
+            one, zero = torch.ones_like(line.scale), torch.zeros_like(line.scale)
+            setattr(block, norm, Line(one, zero, ends.amin(0), ends.amax(0)))
+    weight = model.embed.weight
+    folded.norm, folded.out = nn.Identity(), nn.Linear(weight.shape[1], len(weight), dtype=weight.dtype)
+    folded.out.weight.copy_(weight * model.norm.scale)
+    folded.out.bias.copy_(weight @ model.norm.shift)
+    folded.head = folded.out.forward
+    mine, theirs = folded(ids), model(ids)
+    return folded, float((mine - theirs).abs().max() / theirs.abs().max())
+
+
 def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -411,8 +436,12 @@ def main() -> None:
     if args.task != "blocks":
         row(way, gone, norms, 0, loss(model, valid))
     if args.task != "fit":
-        steps = train(original, model, data, valid, first, args.minutes, args.lr, args.state)
+        steps = train(original, model, data, first, args.minutes, args.lr, args.state, valid)
         row(f"{way}, trained", gone, norms, steps, loss(model, valid))
+    if args.task == "blocks" and not first:
+        folded, error = fold(model, valid[:1])
+        lines = [module for module in folded.modules() if "Norm" in type(module).__name__]
+        tell(f"folded: {len(lines)} norms left, largest error {error:.1e} in float64")
 
 
 if __name__ == "__main__":

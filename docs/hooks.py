@@ -19,6 +19,7 @@ import normkit
 from normkit.watch import QUANTITIES, THRESHOLDS
 
 LONG, WIDE = 40, 60  # rows of a table that is shown open, characters of a cell
+ORIGIN = ("device", "threads", "torch", "torchao", "commit", "command")  # columns that stay in the files
 ROOT = Path(__file__).parents[1]
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 RESULT = re.compile(r"<!-- table (\w+):((?: \w+)+)(?:; (\w+)=([\w .-]+))? -->")  # file: columns; rows with a value
@@ -85,17 +86,20 @@ def quantities() -> str:
 
 def measured() -> str:
     """The files of benchmarks/results as tables; long ones closed, the one on compatibility summed up by norm."""
-    lines = ["# Measurements", "", "Each table is a file of `benchmarks/results`, as its script writes it.", ""]
-    lines += ["Ratios are medians of paired rounds on the device that the row names, relative to LayerNorm."]
+    lines = ["# Measurements", "", "Each table is a file of `benchmarks/results`; device, commit and command in it."]
+    lines += ["Ratios are medians of paired rounds on one device, relative to LayerNorm."]
     for path in sorted((ROOT / "benchmarks" / "results").rglob("*.csv")):
         with path.open(encoding="utf8", newline="") as file:
             head, *rows = csv.reader(file)
+        shown = [place for place, title in enumerate(head) if title not in ORIGIN]
         name = path.relative_to(ROOT / "benchmarks" / "results").with_suffix("").as_posix()
         lines += ["", f"## {name}", ""]
         if name == "compatibility":
             lines += [*_by_norm([dict(zip(head, row, strict=True)) for row in rows]), ""]
         closed = len(rows) > LONG
-        cells = table(head, [[cell if len(cell) < WIDE else cell[:WIDE] + " ..." for cell in row] for row in rows])
+        cells = [[row[place] for place in shown] for row in (head, *rows)]
+        cells = [[cell if len(cell) < WIDE else cell[:WIDE] + " ..." for cell in row] for row in cells]
+        cells = table([title.replace("_", " ") for title in cells[0]], cells[1:])
         lines += [f'??? note "all {len(rows)} rows"', "", *(f"    {line}" for line in cells)] if closed else cells
     return "\n".join(lines)
 
@@ -153,13 +157,14 @@ def result(name: str, columns: list[str], key: str | None = None, value: str | N
 
 
 def study(name: str) -> list[str]:
-    """The table of a study at pocket scale, from papers/results."""
+    """The table of a study of ours at pocket scale, from papers/results."""
     rows, _ = known(STUDIES[name], "pocket", ROOT / "runs" / "none")
-    return table(*_split(grid(build(STUDIES[name], "pocket", rows))))
+    head, _, *lines = grid(build(STUDIES[name], "pocket", rows))
+    return table(head, lines)
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
     """Lines of a Markdown table."""
     head = list(head)
-    cells = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in cells]
+    lines = (" | ".join(str(cell).replace("|", "\\|") for cell in row) for row in (head, ["---"] * len(head), *rows))
+    return [f"| {line.replace('<', '&lt;')} |" for line in lines]

@@ -52,7 +52,7 @@ print("LayerNorm:", accuracy(vit))
 
 batches = [{"pixel_values": images[part]} for part in seen.split(100)]
 swapped = nk.convert(vit, "un")
-print("UN, calibrated without training:", accuracy(nk.calibrate(swapped, batches, passes=3)))
+print("UN, calibrated without training:", accuracy(nk.calibrate(swapped, batches)))
 slim = nk.calibrate(swapped, batches, like=vit)
 print("UN, fitted without training:", accuracy(slim))
 slim = train(slim, 100, 1e-3)  # in evaluation mode, so that statistics are frozen

@@ -4,7 +4,6 @@ from normkit.fold import audit, fold, to_rms
 from normkit.kernels.dispatch import kernels
 from normkit.kernels.records import keep_statistics
 from normkit.models import (
-    Int8,
     calibrate,
     convert,
     export,
@@ -35,7 +34,7 @@ from normkit.watch import diagnose, record
 __version__ = "0.2.0"
 
 __all__ = [
-    "NORMS", "PNV", "UN", "BatchNorm", "GroupNorm", "Int8", "LayerNorm", "Norm", "PowerNorm", "RMSNorm", "ScaleNorm",
+    "NORMS", "PNV", "UN", "BatchNorm", "GroupNorm", "LayerNorm", "Norm", "PowerNorm", "RMSNorm", "ScaleNorm",
     "audit", "calibrate", "convert", "diagnose", "export", "find", "fix_embedding", "fold", "follow_optimizer",
     "keep_statistics", "kernels", "load_pretrained", "make", "options", "record", "remove_norms",
     "save_pretrained", "scale_loss", "to_rms",

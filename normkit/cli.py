@@ -88,12 +88,14 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--out", type=Path, required=True, help="folder for the model without norms")
     one.add_argument("--second", metavar="TEXT", help="another text, to measure on alone")
     one.add_argument(
-        "--steps", type=_positive, default=None, help="training steps; default: 300, language models: none"
+        "--steps", type=_positive, help="training steps; default: 300; of a language model's blocks, each: none"
     )
     one.add_argument("--budget", type=float, help="train nothing: remove norms for at most this together")
     one.add_argument("--length", type=_positive, help="most tokens of a text; default: the model's, up to 512")
-    one.add_argument("--lr", type=float, default=3e-4, help="highest learning rate; default: 3e-4")
-    one.add_argument("--spread", type=float, help="limit for `fold`: 16 for float16 and 8-bit integers")
+    one.add_argument("--lr", type=float, help="highest learning rate; default: 3e-4, of language models 1e-3")
+    one.add_argument(
+        "--multiply-adds", action="store_true", help="leave each norm as one, for float16 and 8-bit integers"
+    )
     one.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     one.add_argument("--seed", type=int, default=0, help="seed of the order of texts; default: 0")
     one.add_argument("--resume", action="store_true", help="continue an interrupted removal")
@@ -141,9 +143,12 @@ def list_(_: argparse.Namespace) -> int:
 def audit(given: argparse.Namespace) -> int:
     """Report for each norm of a model what folding can make of it; nothing changes."""
     from normkit.fold.folders import audit_dir
+    from normkit.fold.plan import ONLINE
 
     found, warnings = audit_dir(given.model)
     _write(str(found))
+    if any(row.why.startswith(ONLINE) for row in found):
+        _write("norms that compute statistics stay; `normkit remove-norms` takes them out of a trained model")
     for warning in warnings:
         _write(f"warning: {warning}; was this checkpoint converted for another class?")
     return 0
@@ -170,7 +175,8 @@ def remove_norms(given: argparse.Namespace) -> int:
     """
     from normkit.removal.folders import Settings, remove_norms_dir
 
-    names = ("text", "second", "steps", "budget", "length", "lr", "spread", "device", "seed")
+    _check_device(given.device)
+    names = ("text", "second", "steps", "budget", "length", "lr", "multiply_adds", "device", "seed")
     settings = Settings(**{name: getattr(given, name) for name in names})
     found = remove_norms_dir(given.model, given.out, settings, resume=given.resume, on_progress=Progress())
     _write(f"{found}\n\nsaved to {given.out}")
@@ -213,7 +219,7 @@ def export(given: argparse.Namespace) -> int:
     if found.cosine is not None and found.cosine < NEAR:
         _write(
             f"warning: the outputs have a cosine of {found.cosine:.2f} to those in float, too little for most"
-            " uses; export in float32, or take the norms out with `normkit remove-norms --spread 16` first"
+            " uses; export in float32, or take the norms out with `normkit remove-norms --multiply-adds` first"
         )
     return 0
 
@@ -246,13 +252,10 @@ def bench(given: argparse.Namespace) -> int:
     Norms take turns, round by round, and a ratio is taken within a round; the median over rounds is shown, with the
     20th and 80th percentile. Norms with a warm-up are measured after it.
     """
-    import torch
-
     from normkit._util import align, write_whole
     from normkit.bench import measure_norms
 
-    if given.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: PyTorch finds no CUDA device; leave it out to measure on the CPU")
+    _check_device(given.device)
     rows = measure_norms(
         given.norms, *given.shape, dtype=given.dtype, rounds=given.rounds, device=given.device,
         compiled=given.compiled, threads=given.threads,
@@ -277,6 +280,13 @@ class _Version(argparse.Action):
 
         print(f"normkit {__version__}")
         parser.exit()
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch finds no CUDA device; leave it out for the CPU")
 
 
 def _positive(text: str) -> int:

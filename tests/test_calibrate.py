@@ -68,20 +68,6 @@ def test_one_pass_divides_each_batch_by_its_own_statistics():
     assert done[3].training
 
 
-def test_further_passes_make_statistics_those_of_inference():
-    model = chain("un", "batch", "un")
-    batches = rows(20, 7, 30)
-    done = calibrate(model, batches, passes=4).eval()
-    x = torch.cat(batches)
-    for layer in done:
-        if isinstance(layer, StatNorm):
-            moments = torch.stack([x.mean(0), x.var(0, correction=0)]) if layer.center else x.square().mean(0)[None]
-            torch.testing.assert_close(layer.running, moments, rtol=1e-4, atol=1e-5)
-        x = layer(x)
-    once = calibrate(model, batches).eval()
-    assert not torch.allclose(once[10].running, done[10].running, rtol=1e-3), "the passes make a difference"
-
-
 def test_masks_of_the_model_are_honoured():
     case = CASES["torch_encoder_pre"]()
     model = convert(case.model, "batch", mask_from="src_key_padding_mask")
@@ -95,12 +81,10 @@ def test_masks_of_the_model_are_honoured():
     torch.testing.assert_close(first.layers[0].norm1.running[0], real.mean(0))
 
 
-def test_progress_is_reported_and_modes_are_restored():
-    calls = []
+def test_modes_are_restored():
     model = chain("un").train()
     model[1].eval()
-    done = calibrate(model, rows(3, 4), passes=2, on_progress=lambda batch, index: calls.append((batch, index)))
-    assert calls == [(1, 1), (2, 1), (1, 2), (2, 2)]
+    done = calibrate(model, rows(3, 4))
     assert done.training
     assert not done[1].training
     assert calibrate(model, rows(3), inplace=True) is model
@@ -113,12 +97,6 @@ def test_bad_input_is_named_and_leaves_the_model_alone():
         calibrate(chain("un"), [])
     with pytest.raises(ValueError, match="idle"):
         calibrate(built(lambda m, x: m.norm(x), norm=make("un", 6), idle=make("un", 6)), rows(3))
-    with pytest.raises(ValueError, match="passes"):
-        calibrate(chain("un"), iter(rows(3)), passes=2)
-    with pytest.raises(ValueError, match="passes"):
-        calibrate(chain("un"), rows(3), passes=0)
-    with pytest.raises(ValueError, match="passes"):
-        calibrate(chain("un"), rows(3), passes=True)
 
 
 @pytest.mark.parametrize("batches", [torch.ones(5, 6), "train", {"x": torch.ones(5, 6)}, nn.Linear(2, 2)])
@@ -347,7 +325,5 @@ def test_bad_input_raises_and_leaves_no_thread_and_the_norms_as_they_were():
         assert not [t for t in threading.enumerate() if t.name.startswith("normkit")]
     with pytest.raises(ValueError, match="norm"):
         calibrate(original, data, like=other)
-    with pytest.raises(ValueError, match="passes"):
-        calibrate(model, data, like=original, passes=2)
     with pytest.raises(ValueError, match="like"):
         calibrate(model, data, like=model)

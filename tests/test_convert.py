@@ -19,7 +19,7 @@ import normkit
 import normkit as nk
 from normkit.fold import fold
 from normkit.models import calibrate, convert, find, unreadable
-from normkit.models.parametrized import plain_weights
+from normkit.models.take_apart import plain_weights
 from normkit.models.third_party import CannotRead, read_norm
 from normkit.norms import NORMS, UN, BatchNorm, LayerNorm, Norm, PowerNorm, RowNorm, StatNorm, make, options, parse
 

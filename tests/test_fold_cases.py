@@ -1,4 +1,4 @@
-"""Folding as a change of coordinates: each kind of model and each trap once; the spread of a stream's channels."""
+"""Folding as a change of coordinates: each kind of model and each trap once."""
 
 from functools import partial
 
@@ -10,6 +10,7 @@ from third_party_models import randomize, tokens
 from torch import Tensor, nn
 
 from normkit.fold import fold, progress
+from normkit.models.affine import Affine
 from normkit.norms import make
 
 
@@ -205,95 +206,8 @@ def test_a_norm_that_returns_its_input_is_not_taken_for_what_wrote_it():
     check(model, torch.randn(3, 5, DIM), actions="multiply-add, folded")
 
 
-# -- the spread of a stream's channels ---------------------------------------------------------------------------------
-
-
-IDS = tokens(4, 7, high=20)
-
-
-def deep(**options) -> nn.Module:
-    """A post-norm stack with a channel whose gains multiply up over its depth."""
-    model = randomize(Post(depth=8, **options)).eval()
-    with torch.no_grad():
-        for norm in model.norms:
-            norm.weight.copy_(torch.tensor([1.0, 1.1, 0.9, 1.0, 0.25, 1.2]) * norm.running[1].sqrt())
-    return model
-
-
-def test_the_gains_of_a_post_norm_stream_multiply_up_and_a_limit_leaves_few_multiply_adds():
-    model = deep()
-    _, free = fold(model, IDS)
-    assert free.foldable == "8 of 8"
-    assert free.spread > 100
-    left = []
-    for limit in (64.0, 4.0):
-        folded, report = fold(model, IDS, spread=limit)
-        assert report.spread <= limit
-        assert report.max_error < 1e-12
-        left.append(report.count("multiply-add"))
-        assert all("spread" in row.why for row in report if row.action == "multiply-add")
-        torch.testing.assert_close(folded(IDS), model(IDS), rtol=1e-3, atol=1e-3)
-    assert 0 < left[0] < left[1] < 8, left
-    assert "spread of a stream" in str(free)
-
-
-def test_balanced_channels_of_a_pre_norm_stream_have_equal_ranges():
-    def forward(m, ids):
-        return m.head(m.norm(m.embedding(ids) + m.positions(torch.arange(ids.shape[1]))))
-
-    parts = {"embedding": nn.Embedding(20, 6), "positions": nn.Embedding(9, 6)}
-    model = randomize(built(forward, **parts, norm=make("batch", 6), head=nn.Linear(6, 4))).eval()
-    with torch.no_grad():
-        model.embedding.weight[:, 2] *= 50
-    _, plain = fold(model, IDS)
-    folded, report = fold(model, IDS, balance=[IDS, (tokens(3, 5, high=20),)])
-    assert plain.spread > 10
-    assert report.spread == pytest.approx(1.0)
-    assert report.foldable == "1 of 1"
-    assert report.max_error < 1e-12
-    assert folded.embedding.weight[:, 2].abs().max() < model.embedding.weight[:, 2].abs().max()
-
-
-def test_balance_and_limit_together_leave_no_more_than_the_limit_alone():
-    _, alone = fold(deep(), IDS, spread=16.0)
-    _, both = fold(deep(), IDS, spread=16.0, balance=[IDS])
-    assert both.spread <= 16
-    assert both.count("multiply-add") <= alone.count("multiply-add")
-
-
-def padded(given: bool) -> nn.Module:
-    """A norm between convolutions whose zero padding allows no shift; it may read something nonlinear."""
-
-    def forward(m, x):
-        one, other = m.one(x), m.other(x)
-        if given:
-            return torch.cat([m.before(one), m.after(m.norm(other.relu()) + one)], 1)
-        return torch.cat([m.before(one + other), m.after(m.norm(one + other))], 1)
-
-    inner = {name: nn.Conv2d(2, 6, 1) for name in ("one", "other")}
-    outer = {name: nn.Conv2d(6, 3, 3, padding=1) for name in ("before", "after")}
-    return randomize(built(forward, **inner, norm=nn.BatchNorm2d(6), **outer)).eval()
-
-
-def test_of_a_norm_before_padding_an_addition_stays_with_balance_too():
-    x, model = torch.randn(2, 2, 9, 9), padded(given=False)
-    with torch.no_grad():
-        model.one.weight[2] *= 100
-    _, plain = fold(model, x)
-    _, balanced = fold(model, x, balance=[x])
-    assert [plain.count("add"), balanced.count("add")] == [1, 1]
-    assert plain.spread > 10
-    assert balanced.spread == pytest.approx(1.0)
-    assert balanced.max_error < 1e-12
-
-
-def test_a_gain_that_exceeds_the_limit_is_not_folded_to_leave_an_addition():
-    x, model = torch.randn(2, 2, 9, 9), padded(given=True)
-    with torch.no_grad():
-        model.norm.weight[2] *= 1e-3
-    _, free = fold(model, x)
-    folded, limited = fold(model, x, spread=8)
-    assert [free.count("add"), limited.count("multiply-add")] == [1, 1]
-    assert limited.spread <= 8 < 100 < free.spread
-    assert limited.max_error < 1e-12
-    torch.testing.assert_close(folded(x), model(x), rtol=1e-4, atol=1e-4)
+def test_multiply_adds_leave_each_norm_as_one_and_no_factor_in_a_weight():
+    model, ids = Post(depth=4), tokens(2, 5, high=20)
+    folded, report = check(model, ids, actions=", ".join(["multiply-add"] * 4), multiply_adds=True)
+    assert report.largest_factor == 1
+    assert all(isinstance(norm, Affine) for norm in folded.norms)

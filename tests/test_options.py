@@ -217,7 +217,6 @@ CASES = [  # name of the argument in the error, call
     ("untie", lambda: nk.fold(un(), X, untie="no")),
     ("untie", lambda: nk.to_rms(layers(), X, untie=None)),
     ("other_shapes", lambda: nk.audit(un(), X, other_shapes="no")),
-    ("fuse_attention", lambda: nk.export(layers().eval(), "m.onnx", X, fuse_attention=0)),
     ("folder", lambda: watch.read_run("nowhere")),
     ("scale_loss", lambda: nk.scale_loss(None).__enter__()),
     ("init", lambda: nk.fix_embedding(nn.Embedding(3, 4), init=-1)),

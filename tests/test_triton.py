@@ -3,7 +3,6 @@
 The variable that turns the interpreter on is read when kernels are defined.
 """
 
-import csv
 import json
 import os
 import pathlib
@@ -82,10 +81,6 @@ def test_kernels_compile_for_gpus_that_are_not_here(tmp_path):
 def test_the_script_for_gpus_runs_dry(tmp_path):
     child(["benchmarks/gpu.py", str(tmp_path), "--dry"])
     assert json.loads((tmp_path / "failures.json").read_text()) == {}
-    with (tmp_path / "checks.csv").open() as file:
-        checks = list(csv.DictReader(file))
-    assert checks
-    assert all(row["ok"] == "True" for row in checks)
     for name in ("speed", "launches", "steps"):
         assert len((tmp_path / f"{name}.csv").read_text().splitlines()) > 5
 

@@ -201,13 +201,16 @@ def test_a_run_that_ends_inside_the_warm_up_of_statistics(spec):
 def test_outlier_tokens_are_named_where_they_are():
     model = nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8), nn.Linear(8, 8), nn.RMSNorm(8))
     with normkit.record(model, every=1) as rows:
-        for first in (1, 1000):
+        for factor in (1, 1000):
             x = torch.randn(4, 64, 8)
-            x[:, 0] *= first
+            x[:, 3] *= factor
             model(x)
     for step, where in ((1, []), (2, [("1",)])):  # behind the norm all tokens are of one size again
         found = diagnose(row for row in rows if row.step == step)
         assert [finding.where for finding in found if finding.kind == "outlier tokens"] == where
+    named = {row.quantity: row.value for row in rows if row.step == 2 and row.site == "1"}
+    assert named["largest_token_place"] == 3
+    assert 500 < named["largest_token"] < 5000
 
 
 NORMS = {"batch": "batch", "un": "un(outlier_filtration=True)", "power": "power", "layer": "layer"}

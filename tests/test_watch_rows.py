@@ -14,7 +14,7 @@ from torchvision_stub import load_torchvision
 import normkit
 from normkit import watch
 from normkit.kernels import sync
-from normkit.watch import Recorder, Row, diagnose, read, record, row_files
+from normkit.watch import Appender, Recorder, Row, diagnose, read, record, row_files
 from normkit.watch.quantities import p_normal
 
 HEADER = "step,site,norm,quantity,value\n"
@@ -109,24 +109,6 @@ def test_the_share_of_padding_is_that_of_one_process(monkeypatch):
     assert {row.quantity: row.value for row in rows} == {"tokens": 32, "padding": pytest.approx(3 / 8)}
 
 
-def test_a_run_goes_on_from_its_start_in_the_rows_of_another(tmp_path):
-    def train(start=0, steps=1):
-        model = nn.LayerNorm(4)
-        with normkit.record(model, every=1, quantities=["rms"], to=tmp_path / "rows.csv", start=start):
-            for _ in range(steps):
-                model(torch.randn(3, 4))
-
-    train(steps=4)
-    with pytest.raises(ValueError, match="rows of an earlier run"):
-        train()
-    before = watch.read(tmp_path)
-    train(start=2, steps=3)  # from a checkpoint of step 2
-    after = watch.read(tmp_path)
-    assert [row.step for row in after] == [1, 2, 3, 4, 5]
-    assert after[:2] == before[:2]
-    assert after[2:4] != before[2:]
-
-
 def test_weights_are_those_of_the_forward():
     norm, stored_less = nn.LayerNorm(4), GemmaRMSNorm(4)
     nn.init.constant_(stored_less.weight, 0.5)
@@ -139,33 +121,30 @@ def test_weights_are_those_of_the_forward():
     assert [row.value for row in rows if row.step == 1] == [1.0, 1.5]
 
 
-def test_rows_follow_whole_lines_after_a_kill_and_a_failed_write(tmp_path, monkeypatch):
-    path, model = tmp_path / "rows.csv", nn.Sequential(nn.LayerNorm(4))
-
-    def step(start):
-        with record(model, every=1, quantities=["rms"], to=path, start=start):
-            model(torch.randn(3, 4)).sum().backward()
-
-    step(0)
-    step(1)
-    path.write_bytes(path.read_bytes()[:-6])
-    step(2)
-    assert [row.step for row in read(path)] == [1, 3]
+def test_a_failed_write_leaves_whole_lines_and_rows_of_another_run_stay(tmp_path, monkeypatch):
+    path = tmp_path / "rows.csv"
+    append = Appender(path)
+    append([Row(1, "norm", "un", "rms", 0.5)])
+    path.write_bytes(path.read_bytes()[:-6])  # a program that was killed
+    Appender(path)(ROWS[1:])
+    assert read(path) == ROWS[1:]
     whole = path.read_bytes()
     monkeypatch.setattr("normkit.watch.row_files.to_csv", lambda rows, header: "9,cut\ud800")  # cannot be encoded
     with pytest.raises(UnicodeEncodeError):
-        step(3)
+        append([Row(2, "norm", "un", "rms", 0.5)])
     assert path.read_bytes() == whole
+    with pytest.raises(ValueError, match="earlier run"), record(nn.LayerNorm(4), to=path):
+        pass
 
 
 def test_a_path_for_rows_is_checked_first_and_stays(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.csv").mkdir()
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    model = nn.Sequential(nn.LayerNorm(4))
     for path in ("folder.csv", "other.csv"):
-        with pytest.raises(ValueError, match=path), record(model, to=path, start=1):
-            pass
+        with pytest.raises(ValueError, match=path):
+            Appender(path)
+    model = nn.Sequential(nn.LayerNorm(4))
     with record(model, every=1, to="rows.csv"):
         monkeypatch.chdir(tmp_path / "folder.csv")
         model(torch.randn(3, 4)).sum().backward()

@@ -11,6 +11,7 @@ import shutil
 import struct
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ from normkit.fold.report import Audit, Report
 from normkit.fold.rewrite import Edit, find_edits, largest_factor
 from normkit.fold.survey import Survey
 from normkit.models.convert import find
-from normkit.models.huggingface import check_fit, quiet, read_config, transformers_class, weight_files
+from normkit.models.huggingface import LOADING, open_model, read_config, transformers_class, weight_files
 from normkit.models.invoke import Call
 from normkit.models.lazy import Lazy, blocks, is_large, only_moving
 
@@ -128,17 +129,13 @@ class Checkpoint:
     def _model(self) -> tuple[Any, dict[str, Lazy]]:
         """Build the model, and name what is read from files."""
         transformers, kind = transformers_class(self.path, self.config)
-        try:
-            with quiet(transformers):
-                config = kind.config_class.from_pretrained(self.path, local_files_only=True)
-                state = {stored.name: stored.lazy() for stored in self}
-                model, found = kind.from_pretrained(
-                    None, config=config, state_dict=state, dtype="auto", ignore_mismatched_sizes=True,
-                    output_loading_info=True,
-                )  # fmt: skip
-        except Exception as problem:  # what a damaged configuration raises depends on the class
-            raise ValueError(f"{self.path}: {type(problem).__name__}: {problem}") from problem
-        check_fit(self.path, found, False)
+
+        def load() -> Any:
+            config = kind.config_class.from_pretrained(self.path, local_files_only=True)
+            state = {stored.name: stored.lazy() for stored in self}
+            return kind.from_pretrained(None, config=config, state_dict=state, dtype="auto", **LOADING)
+
+        model = open_model(self.path, transformers, load)
         read = {name: t for name, t in _tensors(model) if isinstance(t, Lazy)}
         small = {id(t): _held(t) for t in read.values() if not is_large(t)}
         for module in model.modules():
@@ -346,12 +343,14 @@ def _write_shard(file: Path, shard: dict[str, Stored], changes: dict[str, Edit],
         header[name] = {"dtype": stored.type, "shape": stored.shape, "data_offsets": (at, at := at + stored.nbytes)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with file.open("wb") as opened:
-        opened.write(struct.pack("<Q", len(text)) + text)
+    with file.open("wb") as opened, ThreadPoolExecutor(1) as disk:
+        written = disk.submit(opened.write, struct.pack("<Q", len(text)) + text)
         for name, stored in shard.items():
             for rows, old in blocks(stored.lazy()):
                 new = _rounded(changes[name](old.double(), rows), old, name) if name in changes else old
-                opened.write(new.contiguous().view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+                written.result()  # of the block before, written while this one was computed
+                written = disk.submit(opened.write, new.contiguous().view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+        written.result()
 
 
 def _rounded(values: Tensor, old: Tensor, name: str) -> Tensor:

@@ -4,12 +4,11 @@ import contextlib
 import importlib
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from normkit.models.fastpath import no_fast_path
@@ -56,36 +55,8 @@ def widened(example: Call) -> Call:
     return example.copied(lambda t: t.clone().double() if t.dtype.is_floating_point else t.clone())
 
 
-def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor:
-    """Compute `torch.nn.functional.grouped_mm` as one product per group, in any type.
-
-    `x` is `[rows, in]` sorted by group, or `[groups, rows, in]` without `offs`, and `weight` is `[groups, in, out]`.
-    `offs` is the row after the last one of each group. PyTorch ignores or refuses `bias` and `out_dtype` as well.
-
-    Examples:
-        >>> grouped_mm(torch.ones(3, 2), torch.ones(2, 2, 1), torch.tensor([1, 3])).flatten()
-        tensor([2., 2., 2.])
-    """
-    if offs is None:
-        return x @ weight
-    ends = [0, *offs.tolist()]
-    parts = [x[start:end] @ w for start, end, w in zip(ends, ends[1:], weight, strict=False) if start < end]
-    return torch.cat([*parts, x.new_zeros(len(x) - ends[-1], weight.shape[2])])
-
-
-def circular(input: Tensor, pad: Sequence[int], mode: str = "circular", value: float | None = None) -> Tensor:
-    """Pad as `torch.nn.functional.pad`, by an index for each axis, which a trace follows."""
-    for axis, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True), 1):
-        length = input.shape[-axis]
-        input = input.index_select(-axis, torch.arange(-before, length + after, device=input.device) % length)
-    return input
-
-
-GROUPED = ("_grouped_mm", "grouped_mm_fallback")  # of PyTorch, and of transformers where PyTorch has none
-
-
 class Double(TorchFunctionMode):
-    """Replace narrower types by float64, and operations without a kernel for float64."""
+    """Replace narrower types by float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Call with float64 in place of narrower types."""
@@ -94,10 +65,6 @@ class Double(TorchFunctionMode):
             return args[0].double()
         if func in HIDDEN_READS:
             args[0].isfinite()  # one that it sees
-        if getattr(func, "__name__", "") in GROUPED and args[0].dtype == torch.float64:
-            return grouped_mm(*args, **kwargs)
-        if func is F.pad and "circular" in (*args[2:3], kwargs.get("mode")):
-            return circular(*args, **kwargs)
         return func(*map(_wide, args), **{key: _wide(value) for key, value in kwargs.items()})
 
 

@@ -1,14 +1,13 @@
 """Fold the norms of a model into the layers beside them, and verify the result; or report what would become of each."""
 
 import copy
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from normkit._util import is_number, listed, require, require_flags
+from normkit._util import listed, require, require_flags
 from normkit.fold.plan import FoldPlan
 from normkit.fold.progress import steps
 from normkit.fold.report import Audit, Report
@@ -16,7 +15,7 @@ from normkit.fold.rewrite import change, find_edits, largest_factor, rewrite
 from normkit.fold.survey import TOLERANCE, Survey, take_all_apart
 from normkit.models.checks import warn_untrained
 from normkit.models.convert import put_everywhere
-from normkit.models.invoke import Call, Pick, check_batches
+from normkit.models.invoke import Call, Pick
 
 
 @torch.inference_mode(False)  # the result may be trained
@@ -26,8 +25,7 @@ def fold(
     outputs: Pick | None = None,
     untie: bool = False,
     other_shapes: bool = True,
-    spread: float | None = None,
-    balance: Iterable[Any] | None = None,
+    multiply_adds: bool = False,
     keep_architecture: bool | None = None,
     remove_cancelled: bool = False,
     **kwexample: Any,
@@ -47,8 +45,7 @@ def fold(
     masks that the example does not have as never given. A norm that a weight might read which no call used (another
     head) stays, and one of whose output the model selects rows that the example does not have. Experts that the example
     does not reach are reached by calls in which the tokens choose all in turn. Models that take `use_cache` are called
-    with `use_cache=False`, unless the example says otherwise. A frozen batch norm that a forward calls as a function
-    becomes the identity, in its parameters and buffers. Tied weights stay tied. The original is not changed.
+    with `use_cache=False`, unless the example says otherwise. Tied weights stay tied. The original is not changed.
 
     Args:
         model: The model, in evaluation mode.
@@ -60,12 +57,8 @@ def fold(
             `tie_word_embeddings` becomes False, unless the model ties other weights as well (T5, BART).
         other_shapes: Also verify with other lengths and sizes. False suits a model that will never see another length
             or size (Swin at a multiple of its window, where nothing is padded).
-        spread: A limit for the largest range of a channel of a residual stream over that of the median channel, on
-            the example or the batches of `balance`. Multiply-adds stay where it would be exceeded. None, no limit, is
-            right for float32 and bfloat16. float16 and integers need a small one (such as 16), for the gains of a
-            post-norm stream multiply up over its depth.
-        balance: Batches on which to measure the ranges of the channels. Scales that folding leaves free are chosen
-            such that the ranges are equal, for float16 and integers. Mappings hold keywords, tuples or lists arguments.
+        multiply_adds: Leave each norm with frozen statistics as one multiply-add, for post-norm models in float16 and
+            integers: the gains of their streams multiply up over the depth, and channels get very different ranges.
         keep_architecture: Change numbers alone: no parameter comes or goes. Gains of norms that compute statistics
             become 1 (0 where the class adds 1), and their biases 0 where the layers that read them have a bias. A bias
             without such a place stays in its norm. Norms with frozen statistics stay. The state of the result fits the
@@ -80,9 +73,9 @@ def fold(
         The folded model, and the report: the outcome of each norm, and the errors of the comparison.
 
     Raises:
-        ValueError: If `spread` is below 1, `remove_cancelled` is given with `keep_architecture`, the model is training,
-            the example does not fit, or the forward is random.
-        TypeError: If the model is wrapped or quantized, or `balance` is no collection of batches.
+        ValueError: If `remove_cancelled` is given with `keep_architecture`, the model is training, the example does not
+            fit, or the forward is random.
+        TypeError: If the model is wrapped or quantized.
         RuntimeError: If folded weights overflow in half precision.
 
     Examples:
@@ -95,21 +88,15 @@ def fold(
           (1): Linear(in_features=4, out_features=2, bias=True)
         )
     """
-    allowed = "a ratio of ranges, at least 1, or None for no limit"
-    require(spread is None or (is_number(spread) and spread >= 1), "spread", spread, allowed)
-    require_flags(remove_cancelled=remove_cancelled)
+    require_flags(multiply_adds=multiply_adds, remove_cancelled=remove_cancelled)
     if remove_cancelled:
         require(not keep_architecture, "keep_architecture", keep_architecture, "False with remove_cancelled=True")
         keep_architecture = False
-    if balance is not None:
-        check_batches(balance, "balance")
     with steps("fold") as step:
         call = Call(example, kwexample)
         survey = Survey(model, call, outputs, untie, other_shapes, "fold", step, keep_architecture)
         warn_untrained(model, "fold")
-        if balance is not None:
-            survey.measure(balance)
-        plan, worst = find_plan(survey, spread, balance is not None)
+        plan, worst = find_plan(survey, multiply_adds)
         step("rewrite")
         folded = survey.copy()
         if survey.keep:
@@ -122,7 +109,7 @@ def fold(
             eps_error = survey.worst(_without_cancelled(rewrite(copy.deepcopy(survey.model), plan), plan))
             folded = _without_cancelled(folded, plan)
         report = survey.report(folded, plan.outcomes, worst)
-    return folded, replace(report, largest_factor=largest_factor(plan), spread=plan.spread, eps_error=eps_error)
+    return folded, replace(report, largest_factor=largest_factor(plan), eps_error=eps_error)
 
 
 def audit(
@@ -170,14 +157,14 @@ def _without_cancelled(model: nn.Module, plan: FoldPlan) -> nn.Module:
     return model
 
 
-def find_plan(survey: Survey, spread: float | None = None, balance: bool = False) -> tuple[FoldPlan, float]:
+def find_plan(survey: Survey, multiply_adds: bool = False) -> tuple[FoldPlan, float]:
     """Find the coordinates that fold a model, and verify them in float64.
 
     Returns:
         The plan, and the largest error of the model that it gives.
     """
     survey.step("solve")
-    plan = FoldPlan(survey.trace, survey.model, limit=spread, balance=balance)
+    plan = FoldPlan(survey.trace, survey.model, multiply_adds=multiply_adds)
     survey.step("verify")
     survey.add_longer_call()
     worst = survey.worst(rewrite(copy.deepcopy(survey.model), plan))
@@ -196,7 +183,7 @@ def _one_by_one(survey: Survey, first: FoldPlan) -> tuple[FoldPlan, float]:
     exact: list[str] = []
 
     def tried(only: list[str]) -> tuple[FoldPlan, float]:
-        plan = FoldPlan(survey.trace, survey.model, reasons, only, first.limit, first.balance)
+        plan = FoldPlan(survey.trace, survey.model, reasons, only, first.multiply_adds)
         return plan, survey.worst(rewrite(copy.deepcopy(survey.model), plan))
 
     for name in [name for name, outcome in first.outcomes.items() if outcome.action != "kept"]:

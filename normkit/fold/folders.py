@@ -1,7 +1,6 @@
 """Audit and fold the model in a Hugging Face folder, for the commands."""
 
 import inspect
-import json
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +89,3 @@ def open_plain(path: Path) -> Checkpoint | None:
     checkpoint = Checkpoint(path)
     offline = any(found.running is not None for found in find(checkpoint.model).values())
     return None if offline else checkpoint
-
-
-def is_pretrained_dir(path: Path) -> bool:
-    """Return True if a folder has a config.json that names an architecture."""
-    config = path / "config.json"
-    if not config.is_file():
-        return False
-    try:
-        given = json.loads(config.read_text(encoding="utf8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{config} is cut short or not JSON: {error}; get the model again") from None
-    return isinstance(given, dict) and "architectures" in given

@@ -20,10 +20,9 @@ class Forest(NamedTuple):
     free: Tensor
     broken: Tensor
 
-    def values(self, start: Tensor | None = None) -> Tensor:
-        """The value of every node, given those of the free roots (without them 1)."""
-        value = self.value if start is None else torch.where(self.free, start, self.value)
-        return self.ratio * value[self.root] ** self.exponent
+    def values(self) -> Tensor:
+        """The value of every node."""
+        return self.ratio * self.value[self.root] ** self.exponent
 
 
 def unite(size: int, a: Tensor, b: Tensor, exponent: Tensor, ratio: Tensor) -> Forest:

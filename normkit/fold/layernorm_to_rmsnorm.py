@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from normkit._util import unique
 from normkit.fold.float64 import on_cpu
-from normkit.fold.position import position
 from normkit.fold.relations import Relations
 from normkit.fold.report import Outcome, Report
 from normkit.fold.rewrite import change
@@ -80,7 +79,7 @@ def _decide(survey: Survey) -> tuple[dict[str, Outcome], dict[Product, int]]:
     outcomes: dict[str, Outcome] = {}
     producers: dict[Product, int] = {}
     for name, found in trace.norms.items():
-        outcome = Outcome(name, found.kind, position(trace, name), "kept", why="it does not centre")
+        outcome = Outcome(name, found.kind, "kept", why="it does not centre")
         if _centres(found.kind):
             streams = relations.streams_of(trace.inputs.get(name, torch.zeros(0, 2))[:, 0])
             sources = [source for source in trace.sources.values() if relations.stream[source.base] in streams]

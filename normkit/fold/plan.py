@@ -8,39 +8,35 @@ import torch
 from torch import Tensor, nn
 
 from normkit._util import listed, unique
-from normkit.fold.conditioning import Conditioning
 from normkit.fold.float64 import on_cpu
-from normkit.fold.position import position
 from normkit.fold.relations import NormNode, Relations, new_bias
-from normkit.fold.report import UNREPLACED, Outcome
+from normkit.fold.report import Outcome
 from normkit.fold.solve import Solver, smallest_clash
 from normkit.fold.trace import Product, Trace, View
 from normkit.models.third_party import Found
 
-ONLINE = "statistics of each token are computed at inference"
+ONLINE = "computes statistics of each token"
 
 
 class FoldPlan:
     """Coordinates of all nodes, the outcome of every norm, and the biases to be made.
 
     `model` is the traced copy. Norms with a reason in `reasons` stay as they are; of the others those in `only` may
-    vanish, all by default. `limit` is that of the spread of a stream's channels. `balance` makes their ranges equal
-    where their scales are free.
+    vanish, all by default. With `multiply_adds` no offline norm does.
     """
 
     @on_cpu()
     def __init__(
         self, trace: Trace, model: nn.Module, reasons: dict[str, str] | None = None,
-        only: Collection[str] | None = None, limit: float | None = None, balance: bool = False,
+        only: Collection[str] | None = None, multiply_adds: bool = False,
     ):  # fmt: skip
-        self.trace, self.model, self.limit, self.balance = trace, model, limit, balance
+        self.trace, self.model, self.multiply_adds = trace, model, multiply_adds
         self.relations = Relations(trace, model, reasons or {})
         self.solver = Solver(self.relations)
-        conditioning = Conditioning(self.solver, limit, balance)
-        self.chosen = self.solver.choose(lambda name: only is None or name in only, conditioning.within)
-        self.additions = self.solver.additions(self.chosen, conditioning.fits) if only is None else set()
-        self.at = conditioning.coordinates(self.chosen, self.additions)
-        self.spread = conditioning.spread(self.at)  # the largest range of a channel of a stream over the median one's
+        stay = {name for name, node in self.relations.norms.items() if node.offline and multiply_adds}
+        self.chosen = self.solver.choose(lambda name: (only is None or name in only) and name not in stay)
+        self.additions = set() if multiply_adds or only is not None else self.solver.additions(self.chosen)
+        self.at = self.solver.coordinates(self.chosen, self.additions)
         self.new_biases: dict[Product, tuple[View, int]] = {}
         for product, inputs in self.relations.inputs.items():
             moved = bool(self.at.shift[inputs].any()) or bool(self.at.shift[self.relations.outputs[product]].any())
@@ -52,10 +48,6 @@ class FoldPlan:
         self._note_layers()
         self.cancelled = {name: by for name in self.relations.norms if (by := self._cancelled_by(name))}
         self.outcomes = {name: self._outcome(node) for name, node in self.relations.norms.items()}
-        self._count_shared()
-        self._charge()
-        if trace.keep_architecture:
-            self.outcomes = {name: replace(row, saved=0) for name, row in self.outcomes.items()}
 
     def affine(self, node: NormNode) -> tuple[Tensor, Tensor]:
         """The gain and bias that a norm has in the new coordinates."""
@@ -97,13 +89,9 @@ class FoldPlan:
 
     def _outcome(self, node: NormNode) -> Outcome:
         name, streams_of = node.name, self.relations.streams_of
-        outcome = Outcome(name, node.spec, position(self.trace, name), "kept")
+        outcome = Outcome(name, node.spec, "kept")
         if name in self.relations.kept:
             return replace(outcome, why=self.relations.kept[name])
-        if name in self.trace.calls:
-            outcome = replace(outcome, norm=f"{node.spec}, called")
-        own = sum(p.numel() for p in self.trace.norm_module(self.model, name).parameters())
-        own -= sum(p.numel() for p in node.rest.parameters())
         online = ONLINE
         if name in self.cancelled:
             online += f", and cancel in {listed(self.cancelled[name])} up to eps (remove_cancelled=True removes them)"
@@ -113,62 +101,35 @@ class FoldPlan:
         before = unique(each for stream in streams_of(node.inputs) for each in self._producers[stream])
         into = unique([*after, *before])
         if name in self.chosen and not node.offline:
-            return replace(outcome, action="gain folded", into=after, why=online, saved=own)
+            return replace(outcome, action="gain folded", into=after, why=online)
         if name in self.additions and not node.offline:
-            why = f"{ONLINE}; its bias stays: {self._reason(node).split('; nor into')[0]}"
+            why = f"{ONLINE}; its bias stays: {self._reason(node, True).split('; nor into')[0]}"
             return replace(outcome, action="gain folded", into=after, why=why)
         if name in self.chosen:
             action = "folded back" if before and not after else "folded"
             why = "" if into else "it is the identity" if node.trivial else "its output is not used"
-            why = "its call stays, as the identity" if name in self.trace.calls else why
-            return replace(outcome, action=action, into=into, why=why, saved=own)
-        why = self._reason(node)
+            return replace(outcome, action=action, into=into, why=why)
+        why = self._reason(node, node.offline)  # of an online norm the gain could go alone
         if not node.offline:
             moved = bool((self.at.scale[node.outputs] != 1).any() | (self.at.shift[node.outputs] != 0).any())
-            return replace(outcome, action="gain changed" if moved else "kept", why=why)
-        _, shift = self.affine(node)
-        saved = own - len(shift) * (int(bool((shift != 0).any())) + int(name not in self.additions))
-        saved = 0 if name in self.trace.calls else saved
+            return replace(outcome, action="gain changed" if moved else "kept", why=f"{ONLINE}; its gain stays: {why}")
         if name in self.additions:
             why = why.split("; nor into")[0] + ": the gain is folded, one addition stays"
-            return replace(outcome, action="add", into=into, why=why, saved=saved)
-        return replace(outcome, action="multiply-add", why=why, saved=saved)
+            return replace(outcome, action="add", into=into, why=why)
+        return replace(outcome, action="multiply-add", why=why)
 
-    def _count_shared(self) -> None:
-        """Count a parameter of several modules once if all are norms that go, else not at all."""
-        rows = self.outcomes.values()
-        gone = {self.trace.norm_module(self.model, row.name): row.name for row in rows if row.action not in UNREPLACED}
-        for key, parameter in self.model.named_parameters():
-            users = dict.fromkeys(self.model.get_submodule(owner) for owner, _ in self.trace.owners[key])
-            names = [gone[module] for module in users if module in gone]
-            for name in names[1:] if len(names) == len(users) else names:
-                saved = self.outcomes[name].saved - parameter.numel()
-                self.outcomes[name] = replace(self.outcomes[name], saved=saved)
-
-    def _charge(self) -> None:
-        """Count every bias that has to be made against a norm that it is made for."""
-        outcomes = self.outcomes
-        gone = [name for name, outcome in outcomes.items() if outcome.into or name in self.chosen]
-        made: set[str] = set()
-        for product, (bias, length) in self.new_biases.items():
-            if bias.parameter in made:
-                continue
-            made.add(bias.parameter)
-            name = next(name for name in gone if product.layer in outcomes[name].into or name == gone[-1])
-            owner, cost = self.model.get_submodule(product.owner), length
-            if isinstance(owner, nn.MultiheadAttention) and owner.out_proj.bias is None:
-                cost += owner.embed_dim  # it has both biases or none
-            outcomes[name] = replace(outcomes[name], saved=outcomes[name].saved - cost)
-
-    def _reason(self, node: NormNode) -> str:
-        """The reason for a norm that stays: what fixes its output, and what fixes its input."""
+    def _reason(self, node: NormNode, shifts: bool) -> str:
+        """The reason for a norm that stays: what fixes its output and its input, their scale alone if not `shifts`."""
         if node.name in self.solver.stuck:
             return self.solver.stuck[node.name]
+        if self.multiply_adds and node.offline:
+            return "multiply_adds=True leaves it"
         fixed_by, streams_of = self.relations.fixed_by, self.relations.streams_of
-        shifts = bool((node.shift != 0).any()) or node.offline
-        after, before = fixed_by(streams_of(node.outputs), shifts), fixed_by(streams_of(node.inputs), shifts)
-        if self.limit is not None and self.solver.consistent([*self.chosen, node.name]):
-            return f"folded, the ranges of a stream's channels would spread by more than {self.limit:g}"
+        moves = node.offline or bool((node.shift != 0).any())
+        after, before = (
+            ("" if shifts else fixed_by(streams, False)) or fixed_by(streams, moves)
+            for streams in (streams_of(node.outputs), streams_of(node.inputs))
+        )
         if bool((node.inputs == 0).any()):
             before = "its input is not the output of layers alone"
         if not after or not before:

@@ -23,7 +23,6 @@ from normkit.models.third_party import equivalent
 from normkit.norms import Norm
 
 TINY = 1e-100  # a gain below this is zero
-LARGEST_TIE = 1 << 24  # elements of a weight whose uses are compared one by one
 
 
 @dataclass(eq=False)
@@ -153,7 +152,7 @@ class Relations:
     # -- norms and sums -----------------------------------------------------------------------------------------------
 
     def _norm(self, name: str, reason: str | None) -> None:
-        source, module = self.trace.sources.get(("norm", name)), self.trace.norm_module(self.model, name)
+        source, module = self.trace.sources.get(("norm", name)), self.model.get_submodule(name)
         norm = module if isinstance(module, Norm) else equivalent(self.trace.norms[name])
         rest, scale, shift = norm.split()
         size = norm.dim if source is None else source.size
@@ -175,11 +174,6 @@ class Relations:
             reason = "its gain and bias are no parameters of this norm alone; the architecture is kept"
         elif reason is None and own_hooks(module):
             reason = "it has hooks of its own, which see its output"
-        elif reason is None and name in self.trace.calls:
-            used = [
-                each for each in self.trace.calls[name].tensors if self.uses.get(each) or self.trace.readers_of(each)
-            ]
-            reason = f"{listed(used)} is used elsewhere, too" if used else None
         if reason or not norm.offline:
             self.pin(inputs, f"read by norm {name}")
             node.inputs = torch.zeros_like(inputs)
@@ -268,27 +262,14 @@ class Relations:
                 self._equal(self.outputs[use], self.inputs[first[across]], -1, why=tied)
             else:
                 first[use.view] = use
-        if len(first) > 1 and self.trace.sizes[name] > LARGEST_TIE:
+        if len(first) > 1:  # different parts of it, which overlap
             self._keep(uses, differ)
             return
-        if len(first) > 1:
-            self._tie_elements(name, list(first.values()), differ, shift=not mixed and uses[0].takes_shift)
         for use in uses if mixed else ():
             if use.takes_shift:
                 self.pin(self.outputs[use], untied, scale=False)
             elif use not in self.trace.biases:
                 self.unshifted.append(self.inputs[use])
-
-    def _tie_elements(self, name: str, uses: list[Product], why: str, shift: bool) -> None:
-        """Link, at each element of a parameter, the nodes that the uses of that element read, and those they write."""
-        for nodes, shape, passes in ((self.inputs, (1, 1), False), (self.outputs, (2, 3), shift)):
-            of_element = torch.full((self.trace.sizes[name],), -1)  # of the first use
-            for use in uses:
-                sizes = [length if axis in (0, *shape) else 1 for axis, length in enumerate(use.view.size)]
-                own, seen = nodes[use].view(sizes).expand(use.view.size), use.view.of(of_element)
-                pairs = torch.stack([own, seen], -1)[seen >= 0].unique(dim=0)
-                self._equal(pairs[:, 0], pairs[:, 1], shift=passes, why=why)
-                seen.copy_(torch.where(seen >= 0, seen, own))
 
     def _biases(self) -> None:
         """A product whose bias cannot change, or that can have none, passes no shift."""
@@ -366,7 +347,6 @@ def unused_weights(trace: Trace, model: nn.Module, used: dict[str, list[Product]
     """
     apart = tuple(f"{name}." for name in trace.other_inputs)
     known = {*trace.weight_consumers, *(bias.parameter for bias in trace.biases.values())}
-    known |= {name for call in trace.calls.values() for name in call.tensors}
     own = tuple(f"{norm}." for norm in trace.norms)
     readers, vectors, gains = names = [defaultdict[Any, list[str]](list) for _ in range(3)]
     norms = [(norm, torch.ones(each.dim)) for norm, each in trace.norms.items() if ("norm", norm) not in trace.sources]
@@ -384,7 +364,7 @@ def unused_weights(trace: Trace, model: nn.Module, used: dict[str, list[Product]
     for of, does in zip(names, ("read it", "be added to it", "change it"), strict=True):
         parts = {n: listed(f"all of {key}" if key in used else key for key in keys) for n, keys in of.items()}
         texts = {n: f"no call that was tried used {part}, which may {does}" for n, part in parts.items()}
-        found.append({n: f"{text}; {trace.advice(of[n])}" for n, text in texts.items()})
+        found.append({n: f"{text}; {trace.advice}" for n, text in texts.items()})
     return found
 
 

@@ -1,17 +1,13 @@
 """Reports of folding: the outcome of each norm, and the table of all."""
 
-import itertools
-import re
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from normkit._util import align, listed
 
 GONE = ("folded", "folded back")
 UNREPLACED = ("kept", "gain changed")  # the module stays
-WIDTH = 110  # characters of a row of the table
-MOST = (32, 16, 9, 12, WIDTH, 13)  # characters of each column; the fifth takes what the others leave
+UNEVEN = 1e4  # factor of a weight above which float16 and 8-bit integers suffer
 
 
 @dataclass(frozen=True)
@@ -22,34 +18,30 @@ class Outcome:
     "folded back" (only into layers that write its input), "multiply-add" or "add" (all that is left of it), or
     "kept". Of a norm that computes statistics at inference it is "gain folded", "gain changed" (it took the scale and
     shift of norms after it) or "kept". `into` are layers that took its scale and shift: readers of its output, writers
-    of its input. Other readers of a rescaled stream change, too. `why` is the reason for what is left. `saved` is the
-    number of parameters that the model has fewer; a bias made for several norms counts against one of them.
+    of its input. Other readers of a rescaled stream change, too. `why` is the reason for what is left.
     """
 
     name: str
     norm: str
-    position: str
     action: str
     into: tuple[str, ...] = ()
     why: str = ""
-    saved: int = 0
 
 
 @dataclass(frozen=True)
 class Audit:
     """Outcome of every norm: iterates over its rows, prints as a table.
 
-    `tried` are labels of the calls. `absent` are masks that the model takes and the example does not have. `prepared`
-    is the number of parameters of parametrizations, which went before, `untied` that of the copies that `untie` made.
-    `unreadable` are modules named like norms that stay as they are, with the reason. `added` are arguments that the
-    example does not have, and with which the model was called. `other_inputs` are modules that read inputs which the
-    example does not have, such as images; they did not run, and stay as they are.
+    `tried` are labels of the calls. `absent` are masks that the model takes and the example does not have. `untied` is
+    the number of parameters of the copies that `untie` made. `unreadable` are modules named like norms that stay as
+    they are, with the reason. `added` are arguments that the example does not have, and with which the model was
+    called. `other_inputs` are modules that read inputs which the example does not have, such as images; they did not
+    run, and stay as they are.
     """
 
     rows: tuple[Outcome, ...]
     tried: tuple[str, ...]
     absent: tuple[str, ...] = ()
-    prepared: int = 0
     untied: int = 0
     unreadable: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
@@ -71,25 +63,19 @@ class Audit:
         return f"{self.count(*GONE)} of {len(self.rows)}"
 
     @property
-    def saved(self) -> int:
-        """The number of parameters that the norms and parametrizations had; `untied` are not subtracted."""
-        return self.prepared + sum(row.saved for row in self.rows)
-
-    @property
     def table(self) -> str:
         """A row for each norm."""
-        lines = [("norm", "is", "stands", "becomes", "into, or why not", "saved")]
+        lines = [("norm", "is", "becomes", "into, or why not")]
         for row in self.rows:
             text = "; ".join(part for part in (", ".join(row.into), row.why) if part)
-            lines.append((row.name or "(the model)", row.norm, row.position, row.action, text, f"{row.saved:,}"))
-        return align(narrow(lines))
+            lines.append((row.name or "(the model)", row.norm, row.action, text))
+        return align(lines)
 
     @property
     def summary(self) -> str:
-        """Numbers of norms and parameters, and what was taken as given."""
+        """Numbers of norms, and what was taken as given."""
         gains, known = self.count("gain folded"), [f"{self.foldable} norms fold away"]
         known += [f"the gains of {gains} others are folded"] * bool(gains)
-        known += [f"{self.saved:,} parameters saved"]
         known += [f"{self.untied:,} added by untying"] * bool(self.untied)
         notes = {
             "called with": self.added,
@@ -104,37 +90,22 @@ class Audit:
         return f"{self.table}\n{self.summary}"
 
 
-class _Wrapper(textwrap.TextWrapper):
-    wordsep_simple_re = re.compile(r"(\s+|(?<=\.)(?=\D))")  # names break after a dot
-
-
-def narrow(lines: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Break the long cells of a table of six columns into further lines, so that it is at most WIDTH wide."""
-    widths = [min(max(map(len, column)), most) for column, most in zip(zip(*lines, strict=True), MOST, strict=True)]
-    widths[4] = max(widths[4] - max(sum(widths) + 2 * (len(widths) - 1) - WIDTH, 0), 1)
-    broken = []
-    for line in lines:
-        cells = [_Wrapper(width, break_on_hyphens=False).wrap(cell) for cell, width in zip(line, widths, strict=True)]
-        broken += [list(each) for each in itertools.zip_longest(*cells, fillvalue="")]
-    return broken
-
-
 @dataclass(frozen=True)
 class Report(Audit):
     """Result of `fold`: the outcomes, and the errors of the comparison.
 
     `max_error` is the largest error in float64, relative to the largest output, `native_error` that of the returned
     model in its own type: inf where rounding changes whole numbers or shapes in the output, such as predicted classes.
-    `largest_factor` is the largest number that any weight was multiplied by. `spread` is the largest range of a channel
-    on a residual stream over that of the median channel there. `eps_error` is the largest error in float64 after the
-    norms went that others cancel up to eps.
+    `largest_factor` is the largest number that any weight was multiplied by. `eps_error` is the largest error in
+    float64 after the norms went that others cancel up to eps. `saved` is the number of parameters that the model has
+    fewer, those of `untied` copies left out.
     """
 
     max_error: float = 0.0
     native_error: float = 0.0
     largest_factor: float = 1.0
-    spread: float = 1.0
     eps_error: float = 0.0
+    saved: int = 0
 
     @property
     def summary(self) -> str:
@@ -143,8 +114,14 @@ class Report(Audit):
         if self.max_error == 0 and any(row.into for row in self):  # rounding leaves an error where norms matter
             zero = "\nno output changed by a single bit: where layers after the norms are zero, this shows nothing"
         zero += f"\nwithout the norms that others cancel {self.eps_error:.1e}, by eps" * bool(self.eps_error)
-        return (
+        text = (
             f"{super().summary}\ncompared on: {'; '.join(self.tried)}\n"
             f"largest error {self.max_error:.1e} in float64, {self.native_error:.1e} in the model's own type{zero}\n"
-            f"largest factor of a weight {self.largest_factor:.3g}, spread of a stream's channels {self.spread:.3g}"
+            f"{self.saved:,} parameters saved"
         )
+        if self.largest_factor > UNEVEN:
+            text += (
+                f"\nthe largest factor of a weight is {self.largest_factor:.2g}: no fault in float32 and bfloat16;\n"
+                "for float16 and 8-bit integers fold with multiply_adds=True"
+            )
+        return text

@@ -264,9 +264,6 @@ def _make_bias(model: nn.Module, name: str, length: int) -> None:
 
 def _replace(model: nn.Module, plan: FoldPlan, node: NormNode, action: str) -> nn.Module:
     """Put what is left of a norm in its place."""
-    if node.name in plan.relations.trace.calls:
-        _norm_call(model, plan, node, action)
-        return model
     old, channel_dim = model.get_submodule(node.name), plan.relations.trace.norms[node.name].channel_dim
     gain, shift = plan.affine(node)
     tensors = [*old.parameters(), *old.buffers(), *model.parameters()]
@@ -284,16 +281,6 @@ def _replace(model: nn.Module, plan: FoldPlan, node: NormNode, action: str) -> n
         new = Affine(weight, shift.to(like) if bool((shift != 0).any()) else None, channel_dim)
         new.requires_grad_(any(parameter.requires_grad for parameter in old.parameters()))
     return put_everywhere(model, node.name, new.train(old.training))
-
-
-def _norm_call(model: nn.Module, plan: FoldPlan, node: NormNode, action: str) -> None:
-    """Let a norm that a forward calls as a function compute what is left of it."""
-    call, (gain, shift) = plan.relations.trace.calls[node.name], plan.affine(node)
-    if action in GONE:
-        gain, shift = torch.ones_like(gain), torch.zeros_like(shift)
-    values = torch.zeros_like(gain), torch.full_like(gain, 1 - call.eps), gain, shift
-    for name, value in zip(call.tensors, values, strict=True):
-        change(model, name, lambda _, rows, value=value: value[rows])
 
 
 def _without_parameters(rest: nn.Module, channel_dim: int) -> nn.Module:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from normkit.fold.forest import Forest, components, unite
-from normkit.fold.gains import mark_small_gains
 from normkit.fold.relations import Equation, Link, NormNode, Relations, equation, united
 from normkit.fold.shifts import ROUNDING, Shifts
 
+SMALL = 1e-6  # a gain below this part of the largest, or of 1, counts as zero
 MOST_TRIALS = 300  # sets of norms that are tried for each connected part of a model, before it takes them one by one
 
 
@@ -43,7 +43,7 @@ class Solver:
     def __init__(self, relations: Relations):
         self.relations = relations
         self.nodes = {name: node for name, node in relations.norms.items() if name not in relations.kept}
-        self.stuck = mark_small_gains(relations)
+        self.stuck = _mark_small_gains(relations)
         links = [link for link in relations.links if link.scale]
         self.hard = united(relations.trace.codes, links)
         ends = torch.arange(relations.trace.codes)
@@ -94,25 +94,15 @@ class Solver:
 
     # -- the result ---------------------------------------------------------------------------------------------------
 
-    def classes(self, norms: Iterable[str], additions: Iterable[str] = ()) -> Forest:
-        """The classes of all nodes if these norms are folded, and the gain of `additions`."""
-        roots, soft = self._forest({*norms, *additions})
-        hard, power, node = self.hard.root, self.hard.exponent, torch.arange(len(self.hard.root))
-        root = node.index_put((roots,), roots[soft.root])[hard]
-        free = (node > 0).index_put((roots,), soft.free)
-        exponent, ratio, value = (
-            torch.ones(len(node)).double().index_put((roots,), own) for own in (soft.exponent, soft.ratio, soft.value)
-        )
-        return Forest(root, power * exponent[hard], ratio[hard] ** power, value, free, soft.broken)
+    def _scales(self, gains: Iterable[str]) -> Tensor:
+        """The scale of every node if the gains of these norms are folded."""
+        roots, soft = self._forest(gains)
+        of_root = torch.ones(len(self.hard.root)).double().index_put((roots,), soft.values())
+        return of_root[self.hard.root] ** self.hard.exponent
 
-    def coordinates(
-        self, norms: Iterable[str], additions: Iterable[str] = (), start: Tensor | None = None
-    ) -> Coordinates:
-        """The coordinates that fold these norms, and the gain of `additions`.
-
-        `start` are the scales of free classes, by their first node.
-        """
-        scale = self.classes(norms, additions).values(start)
+    def coordinates(self, norms: Iterable[str], additions: Iterable[str] = ()) -> Coordinates:
+        """The coordinates that fold these norms, and the gain of `additions`."""
+        scale = self._scales({*norms, *additions})
         scale[(scale - 1).abs() < ROUNDING] = 1.0
         written = torch.ones_like(scale)
         for node in (self.nodes[name] for name in norms):
@@ -123,36 +113,27 @@ class Solver:
 
     # -- the choice ---------------------------------------------------------------------------------------------------
 
-    def choose(self, allowed: Callable[[str], bool], within: Callable[[list[str]], list[str]] = list) -> set[str]:
-        """A largest set of offline norms that can be folded together, then gains of online ones.
-
-        `within` selects from the offline ones.
-        """
+    def choose(self, allowed: Callable[[str], bool]) -> set[str]:
+        """A largest set of offline norms that can be folded together, then gains of online ones."""
         names = [name for name, node in self.nodes.items() if node.offline and allowed(name)]
         chosen = set(names)
         if not self.consistent(names):
             chosen = set()
             for part in self._parts([name for name in names if self.consistent([name])]):
                 chosen |= set(part) - _fewest_out(part, self.consistent)
-        chosen = set(within([name for name in names if name in chosen]))
         gains = [name for name, node in self.online.items() if not node.trivial and allowed(name)]
         return set(add_each(gains, self.consistent, chosen))
 
-    def additions(self, chosen: set[str], fits: Callable[[set[str], list[str]], bool]) -> set[str]:
+    def additions(self, chosen: set[str]) -> set[str]:
         """The other norms whose gain can be folded, so that an addition is left of them.
 
         Of norms that compute statistics at inference these are those whose own bias stays, as the architecture is kept.
-        `fits(chosen, additions)` limits what they may do.
         """
         keep = self.relations.trace.keep_architecture
-
-        def possible(found: list[str]) -> bool:
-            return self.scales_agree(frozenset({*chosen, *found})) and fits(chosen, found)
-
         others = [(name, node.scale) for name, node in self.nodes.items()
                   if (node.offline or (keep and node.takes_shift)) and name not in chosen]  # fmt: skip
         useful = [name for name, scale in others if name not in self.stuck and bool(scale.all() & (scale != 1).any())]
-        return set(add_each(useful, possible))
+        return set(add_each(useful, lambda found: self.scales_agree(frozenset({*chosen, *found}))))
 
     def _parts(self, names: list[str]) -> list[list[str]]:
         """The norms in groups that share no channel's scale and no system of shifts."""
@@ -224,3 +205,43 @@ def _identity(node: NormNode) -> Equation:
     """`t_y - a * t_x = b`; where nothing writes x any more, x is 0: `t_y - t_x = b`."""
     gain = torch.where(node.dead_writes, 1.0, node.scale)
     return equation((node.outputs, 1.0), (node.inputs, -gain), constant=node.shift, norm=node.name)
+
+
+def _mark_small_gains(relations: Relations) -> dict[str, str]:
+    """Mark the channels of every norm whose gain is zero; return the norms that these keep.
+
+    A channel with a small gain passes in two places: where only products read it (they multiply by the gain), and where
+    nothing but this norm reads what some layers write (they write it times the gain).
+    """
+    norms = [node for name, node in relations.norms.items() if name not in relations.kept]
+    stuck = {}
+    if not any(bool(_small(node).any()) for node in norms):
+        return stuck
+    root = united(relations.trace.codes, [link.followed for link in relations.links]).root  # same root, same coordinate
+    sources = relations.trace.sources.values()
+
+    def count(nodes: Iterable[Tensor]) -> Tensor:
+        """Count the nodes in each class, by its root."""
+        return root[torch.cat([torch.zeros(0, dtype=torch.long), *nodes])].bincount(minlength=len(root))
+
+    pinned = count(link.a[link.b == 0] for link in relations.links if link.scale)
+    gains_write = count(source.codes for source in sources if source.product and source.product.kind == "gain")
+    layers_write = count(source.codes for source in sources if source.product or source.adds)
+    norms_write = count(source.codes for source in sources if source.kind == "norm")
+    norms_read = count(node.inputs for node in relations.norms.values())
+    only_products_read = (layers_write + pinned + norms_read == 0) & (norms_write == 1)
+    only_norms_read = norms_write + gains_write + pinned + count(relations.inputs.values()) == 0
+    only_products_read[0] = only_norms_read[0] = False
+    for node in norms:
+        small, own, gone = _small(node), count([node.inputs]), count([node.inputs[node.scale == 0]])
+        only_it_reads = only_norms_read & (norms_read == own) & ((gone == 0) | (gone == own))  # all gains zero or none
+        reads, writes = only_products_read[root[node.outputs]], only_it_reads[root[node.inputs]]
+        if number := int((small & ~reads & ~writes).sum()):
+            stuck[node.name] = f"its gain is zero, or nearly so, in {number} of {len(small)} channels"
+        node.dead_reads = (node.scale == 0) & reads
+        node.dead_writes = (node.scale == 0) & ~reads
+    return stuck
+
+
+def _small(node: NormNode) -> Tensor:
+    return node.scale.abs() <= SMALL * node.scale.abs().max().clamp(max=1)

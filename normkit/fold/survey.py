@@ -4,7 +4,7 @@ import contextlib
 import copy
 import gc
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,12 +28,11 @@ from normkit.models.checks import (
 )
 from normkit.models.convert import find, put_everywhere, unreadable
 from normkit.models.difference import count_infinite, error
-from normkit.models.invoke import Call, Pick, advice, arguments, example_call, tensors
+from normkit.models.invoke import Call, Pick, advice, example_call, tensors
 from normkit.models.lazy import Lazy, memory, side_by_side, without_reading
 from normkit.models.model_changes import KEY, record_changes
-from normkit.models.parametrized import plain_weights
-from normkit.models.take_apart import take_apart
-from normkit.models.third_party import Found, is_named_norm, read_eps
+from normkit.models.take_apart import plain_weights, take_apart
+from normkit.models.third_party import Found, read_eps
 from normkit.norms import Norm
 
 Outputs = dict[str, Tensor]  # by path in what the model returns
@@ -71,17 +70,13 @@ class Survey:
         self.original, self.outputs, self.untie, self.verb, self.step = model, outputs, untie, verb, step
         self.other, self.stream = other, stream
         self.model = self.double()
-        before, now = (sum(p.numel() for p in each.parameters()) for each in (model, self.model))
-        self.prepared = before + self.untied - now
         own_storage(self.model)
         found = find(self.model)
         self.keep = _has_loader(model, found) if keep is None else keep
         self.trace = Trace(self.model, found, self.keep)
         self.held = own_tensors(self.model)  # kept alive: the trace goes by their ids
         self.trace.entangled = shared_memory(model)
-        self.trace.caches = bool(self.given.kwargs.get("use_cache"))
-        given = self.given  # a function that held this object would keep it, and its model, alive
-        self.trace.advice = lambda weights: advice(model, weights, given)
+        self.trace.advice = advice(model, self.given)
         self.expected: dict[str, Outputs] = {}
         self.routing: dict[str, Routing] = {}  # calls in which the router has no say
         self.failure = ""  # of the last model that was compared
@@ -132,12 +127,8 @@ class Survey:
         )
 
     def _require_norms(self) -> None:
-        """Raise a ValueError for a model without norms, which names what it has; note functions that stay."""
-        named = (f"{name} ({why})" for name, why in unreadable(self.model).items())
-        called = (f"{' and '.join(sorted(found))} in the forward of {name or 'the model'}"
-                  for name, found in self.trace.called.items()
-                  if not is_named_norm(self.model.get_submodule(name)))  # fmt: skip
-        self.unreadable = (*named, *called)
+        """Raise a ValueError for a model without norms, which names what it has."""
+        self.unreadable = tuple(f"{name} ({why})" for name, why in unreadable(self.model).items())
         if not self.trace.norms:
             advice = f"it saw {', '.join(self.unreadable)}; modules such as nn.LayerNorm can be read"
             reason = advice if self.unreadable else "a folded model has none"
@@ -145,28 +136,13 @@ class Survey:
 
     # -- tracing ------------------------------------------------------------------------------------------------------
 
-    def measure(self, batches: Iterable[Any]) -> None:
-        """Measure the ranges of sums on batches in place of the example."""
-        for source in self.trace.sources.values():
-            source.range = None
-        self.trace.measuring, self.trace.is_example, number = True, False, 0
-        with in_float64():
-            for number, batch in enumerate(batches, 1):
-                try:
-                    self._follow(arguments(batch))
-                except ValueError as problem:
-                    raise ValueError(f"batch {number} of balance: {problem}") from problem
-        if not number:
-            raise ValueError(f"{self.verb}() was given no batches in balance; a generator that was used is empty")
-
     def _record(self, label: str, resized: bool, call: Call) -> None:
         """Trace one call and keep its outputs; a call that fails leaves no trace."""
         self.step(f"trace {label}")
         before = self.trace
-        shared = (before.norms, before.calls)
-        self.trace = copy.deepcopy(before, {id(each): each for each in shared})
+        self.trace = copy.deepcopy(before, {id(before.norms): before.norms})
         self.trace.resizable |= resized
-        self.trace.measuring = self.trace.is_example = label == EXAMPLE
+        self.trace.is_example = label == EXAMPLE
         try:
             with without_reading() if self.stream else contextlib.nullcontext():
                 answer = self._follow(call)
@@ -306,11 +282,13 @@ class Survey:
                 "model.float()"
             )
         record_changes(changed)
-        return Report(**vars(self.audit(outcomes)), max_error=worst, native_error=error(out, expected))
+        before, now = (sum(p.numel() for p in each.parameters()) for each in (self.original, changed))
+        saved = before + self.untied - now
+        return Report(**vars(self.audit(outcomes)), max_error=worst, native_error=error(out, expected), saved=saved)
 
     def audit(self, outcomes: dict[str, Outcome]) -> Audit:
         """Report the outcomes and what was tried."""
-        found = (self.absent, self.prepared, self.untied, self.unreadable, self.added, self.trace.other_inputs)
+        found = (self.absent, self.untied, self.unreadable, self.added, self.trace.other_inputs)
         return Audit(tuple(outcomes.values()), tuple(self.calls), *found)
 
     def require_repeatable(self) -> None:

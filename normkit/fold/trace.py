@@ -2,14 +2,13 @@
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from normkit.fold.calls import NormCall
 from normkit.fold.forest import components
 from normkit.models.third_party import Found
 
@@ -104,8 +103,7 @@ class Source:
     """Channels that are followed: the output of a norm or product, a table, a sum, an input.
 
     `terms` of a sum: for each summand the pairs (its code, channel of the sum) and a factor. `reads`: the sorted codes
-    that each reader reads. A reader is a Product, a sum of this source, a Rowless, or an operation in words. `range`
-    has the smallest and largest number of each channel.
+    that each reader reads. A reader is a Product, a sum of this source, a Rowless, or an operation in words.
     """
 
     kind: str  # "norm", "product", "table", "sum", "input"
@@ -115,15 +113,6 @@ class Source:
     product: Product | None = None
     terms: list[tuple[Tensor, float]] = field(default_factory=list)
     reads: dict["Reader", Tensor] = field(default_factory=dict)
-    range: tuple[Tensor, Tensor] | None = None
-
-    def measure(self, tensor: Tensor, dim: int) -> None:
-        """Widen the range by the values of a tensor whose axis `dim` are the channels."""
-        rows = tensor.detach().movedim(dim, -1).flatten(0, -2)
-        low, high = (t.double().cpu() for t in rows.aminmax(dim=0))
-        if self.range is not None:
-            low, high = torch.minimum(low, self.range[0]), torch.maximum(high, self.range[1])
-        self.range = low, high
 
     def note_reader(self, by: "Reader", codes: Tensor) -> None:
         """Note a reader of some of the codes."""
@@ -155,8 +144,6 @@ class Trace:
         self.norms = norms
         self.keep_architecture = keep_architecture
         self.other_inputs: tuple[str, ...] = ()  # modules that read inputs which no call had, and nothing else
-        self.calls: dict[str, NormCall] = {}  # those of the norms that are no modules
-        self.called: dict[str, set[str]] = defaultdict(set)  # module: other functions for norms that its forward calls
         self.resizable = False
         self.keep_weights = False
         self.sources: dict[Any, Source] = {}
@@ -179,10 +166,8 @@ class Trace:
                     self.sizes[name] = tensor.numel()
                     if keep_architecture and key in module._non_persistent_buffers_set:
                         self.weight_consumers[name].add("its module, which computes it again when the model is loaded")
-        self.advice: Callable[[list[str]], str] = lambda weights: "give an example that does"  # for idle weights
-        self.caches = False  # the example asks for a cache of keys and values
+        self.advice = "pass an example that does"  # for idle weights
         self.codes = 1  # the next free code
-        self.measuring = False  # note the ranges of sums
         self.is_example = False  # the call that is traced is the user's example
         self._ordered: list[Source] = []
 
@@ -193,10 +178,6 @@ class Trace:
             self._ordered.append(self.sources[key])
             self.codes += size
         return self.sources[key]
-
-    def norm_module(self, model: nn.Module, name: str) -> nn.Module:
-        """The module of a norm, one without parameters for a norm that is a function."""
-        return nn.Module() if name in self.calls else model.get_submodule(name)
 
     def uses(self) -> dict[str, list[Product]]:
         """The products with each weight, by its name."""

@@ -33,7 +33,7 @@ def _matmul(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any], 
         bias, weight = args[2] if len(args) > 2 else None, weight.t()
     shadow, places = tracer.origins(x), [-1]
     if packet in (aten.mm, aten.bmm) and tracer._parameter(weight) is None:
-        x, weight, shadow, places = weight, x.mT, tracer.origins(weight).mT, [-2]
+        x, weight, shadow, places = weight, x.transpose(-2, -1), tracer.origins(weight).mT, [-2]
     plain = weight.dim() > 1 and 0 not in weight.stride() and kwargs.get("alpha", 1) == kwargs.get("beta", 1) == 1
     if tracer._parameter(weight) is None or tracer._parameter(x) is not None or not plain:
         return False
@@ -48,7 +48,7 @@ def _convolution(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, A
     x, weight, bias, _, padding, _, transposed, _, groups = args[:9]
     if not weight.is_contiguous():
         return False
-    kernels = weight.unflatten(0, (groups, -1)).flatten(3)
+    kernels = weight.view(groups, len(weight) // groups, weight.shape[1], -1)
     part = kernels.permute(0, 1, 3, 2) if transposed else kernels.permute(0, 2, 3, 1)
     rows = channel_rows(tracer.origins(x), 1)
     if transposed or any(padding):  # outputs read different parts of the kernel
@@ -133,8 +133,6 @@ def _index_add(tracer: "Tracer", packet: Any, args: tuple, kwargs: dict[str, Any
     known.terms[1] = (joined(known.terms[1][0], added), 1.0)
     tracer.note_reader(rows, known)
     tracer.shadows[out] = tracer.shadow(into)
-    if tracer.trace.measuring:
-        known.measure(out, dim)
     return True
 
 
@@ -267,8 +265,6 @@ def _combine(tracer: "Tracer", parts: list[Tensor], terms: list[tuple[Tensor, fl
     if out is parts[0]:  # in place
         tracer._forget(out)
     tracer.mark(out, source, dim)
-    if tracer.trace.measuring and source.adds:
-        source.measure(out, dim)
     return True
 
 

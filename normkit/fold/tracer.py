@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from normkit.fold.calls import NormCalls
 from normkit.fold.float64 import on_cpu
 from normkit.fold.trace import (
     FOREIGN,
@@ -76,7 +75,6 @@ class Tracer(TorchDispatchMode):
         self.gathered: set[Source] = set()  # sums of rows that are added one after the other (experts)
         known = [t for t in [*model.parameters(), *model.buffers()] if id(t) in trace.names and t.numel()]
         self.storages = {memory(t): trace.names[id(t)] for t in known}
-        self.tensors = {trace.names[id(t)]: t for t in known}
         self.tables = self._tables(model)
 
     # -- shadows ------------------------------------------------------------------------------------------------------
@@ -123,30 +121,22 @@ class Tracer(TorchDispatchMode):
             x = args[0] if args else next(iter(kwargs.values()), None)
             if len(args) != 1 or kwargs:
                 self.trace.masked.add(name)
-            self.read_norm(name, x)
+            if self.inside_norm == 0 and isinstance(x, Tensor):
+                pairs = channel_pairs(self.origins(x), self.trace.norms[name].channel_dim)
+                self.trace.inputs[name] = joined(self.trace.inputs.get(name), pairs)
+                self.note_reader(x, f"norm {name}")
+            self.inside_norm += 1  # its own operations are not traced
 
     def leave(self, name: str, module: nn.Module, args: tuple, out: Any) -> Any:
         """Hook of a module: a norm has written its output."""
         self.stack.pop()
         if name in self.trace.norms:
             out = out.detach() if any(out is x for x in args) else out  # not its own input
-            self.write_norm(name, out)
+            self.inside_norm -= 1
+            if self.inside_norm == 0 and isinstance(out, Tensor) and out.numel():
+                dim = self.trace.norms[name].channel_dim
+                self.mark(out, self.trace.source(("norm", name), "norm", name, out.shape[dim]), dim)
         return out
-
-    def read_norm(self, name: str, x: Any) -> None:
-        """Note what a norm reads; its own operations are not traced."""
-        if self.inside_norm == 0 and isinstance(x, Tensor):
-            pairs = channel_pairs(self.origins(x), self.trace.norms[name].channel_dim)
-            self.trace.inputs[name] = joined(self.trace.inputs.get(name), pairs)
-            self.note_reader(x, f"norm {name}")
-        self.inside_norm += 1
-
-    def write_norm(self, name: str, out: Any) -> None:
-        """Note what a norm has written."""
-        self.inside_norm -= 1
-        if self.inside_norm == 0 and isinstance(out, Tensor) and out.numel():
-            dim = self.trace.norms[name].channel_dim
-            self.mark(out, self.trace.source(("norm", name), "norm", name, out.shape[dim]), dim)
 
     @property
     def module(self) -> str:
@@ -177,9 +167,8 @@ class Tracer(TorchDispatchMode):
         if all(t.numel() for t in tensors):
             self.trace.with_rows.add(place)
         elif self.trace.is_example:  # in another call it may have rows
-            cache = " (of a cache, which use_cache=False avoids)" if self.trace.caches and packet is aten.cat else ""
             for tensor in given:
-                self.note_reader(tensor, by := Rowless(f"{name}{cache}", place))
+                self.note_reader(tensor, by := Rowless(name, place))
                 if (parameter := self._parameter(tensor)) is not None:
                     self.trace.rowless[parameter].add(by)
         if packet in MOVES and "out" not in kwargs and func is not aten.view.dtype and dtype.is_floating_point:
@@ -296,7 +285,7 @@ def _place() -> int:
 def tracing(trace: Trace, model: nn.Module) -> Iterator[Tracer]:
     """Follow the forwards of `model`, a copy with each parameter in its own storage."""
     tracer = Tracer(trace, model)
-    with ExitStack() as hooks, torch.no_grad(), tracer, NormCalls(tracer):
+    with ExitStack() as hooks, torch.no_grad(), tracer:
         for name, module in model.named_modules():
             enter, leave = partial(tracer.enter, name), partial(tracer.leave, name)
             hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))

@@ -35,24 +35,16 @@ def _forget_ties(model: nn.Module, untied: set[str]) -> None:
     forwards = (inspect.unwrap(type(module).forward) for module in model.modules())
     is_read = any("tie_word_embeddings" in getattr(each, "__code__", each).co_names for each in forwards)
     for prefix, module in model.named_modules():
-        own = {name.removeprefix(f"{prefix}." if prefix else "") for name in untied if name.startswith(prefix)}
-        if hasattr(module, "all_tied_weights_keys"):
-            module.all_tied_weights_keys = _without(module.all_tied_weights_keys, own)
-        if not getattr(module, "_tied_weights_keys", None):
+        if not hasattr(module, "all_tied_weights_keys"):
             continue
-        expand = getattr(module, "get_expanded_tied_weights_keys", None)
-        before = expand() if expand else module._tied_weights_keys
-        if len(left := _without(before, own)) < len(before):  # pyright: ignore[reportArgumentType]
+        own = {name.removeprefix(f"{prefix}." if prefix else "") for name in untied if name.startswith(prefix)}
+        before = module.get_expanded_tied_weights_keys() if module._tied_weights_keys else {}
+        left = {key: source for key, source in before.items() if key not in own}
+        module.all_tied_weights_keys = {k: source for k, source in module.all_tied_weights_keys.items() if k not in own}
+        if len(left) < len(before):
             module._tied_weights_keys = left  # of this model alone, not of its class
             for config in _configs(module.config) if not left and not is_read else ():
                 config.tie_word_embeddings = False
-
-
-def _without(keys: Any, untied: set[str]) -> Any:
-    """Leave names out of a mapping, or out of a list (transformers 4)."""
-    if isinstance(keys, dict):
-        return {key: source for key, source in keys.items() if key not in untied}
-    return [key for key in keys if key not in untied]
 
 
 def _configs(config: Any) -> Iterator[Any]:

@@ -8,10 +8,9 @@ from normkit.models.convert import convert, find, unreadable
 from normkit.models.export import Exported, export
 from normkit.models.follow_optimizer import OptimizerLink, follow_optimizer
 from normkit.models.huggingface import load_pretrained, save_pretrained
-from normkit.models.quantize import Int8
 from normkit.models.scale_loss import scale_loss
 
 __all__ = [
-    "Exported", "Int8", "OptimizerLink", "calibrate", "convert", "export", "find", "follow_optimizer",
+    "Exported", "OptimizerLink", "calibrate", "convert", "export", "find", "follow_optimizer",
     "load_pretrained", "save_pretrained", "scale_loss", "unreadable",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normkit._util import is_int, require, require_functions
+from normkit._util import require, require_functions
 from normkit.kernels import ops, sync
 from normkit.models.checks import check_not_meta, check_not_wrapped, copy_unless, norms_with_statistics
 from normkit.models.fit import fit_like, set_statistics
@@ -22,14 +22,13 @@ def calibrate(
     *,
     like: nn.Module | None = None,
     forward: Forward | None = None,
-    passes: int = 1,
     on_progress: Callable[[int, int], object] | None = None,
     inplace: bool = False,
 ) -> nn.Module:
     """Set the running statistics of a model's norms from data, without training.
 
-    The model runs in evaluation mode without gradients. In the first pass each norm divides each batch by that batch's
-    own statistics, as in training ("precise" statistics). The running statistics become mean and variance (or the
+    The model runs in evaluation mode without gradients. Each norm divides each batch by that batch's own statistics, as
+    in training ("precise" statistics). The running statistics become mean and variance (or the
     quadratic mean) of the inputs over the real tokens of all batches together. They are computed in float64, whatever
     the sizes and the order of the batches. Masks count.
 
@@ -42,16 +41,12 @@ def calibrate(
 
     Args:
         model: Model with norms that have running statistics (`convert(original, "un")`).
-        batches: Inputs of the model: mappings of keywords, tuples or lists of arguments, or single arguments. Not a
-            generator if `passes` is above 1. With `like` a few thousand tokens suffice.
+        batches: Inputs of the model: mappings of keywords, tuples or lists of arguments, or single arguments. With
+            `like` a few thousand tokens suffice.
         like: The original model, to which the norms are fitted. None keeps gains and biases.
         forward: Called as `forward(model, batch)` in place of the model. With `like` it gets copies of both models,
             which share their tensors, and the batches must not depend on each other.
-        passes: Each pass after the first repeats the measurement while norms divide by the statistics of the pass
-            before, as at inference. After p passes the first p - 1 norms from the input have exactly the statistics of
-            their inputs at inference. 1 suits a trained model, about 4 one that was converted and not trained.
-        on_progress: Called as `on_progress(batches done, pass)` after each batch; with `like` as
-            `on_progress(norms fitted, norms)` after each norm.
+        on_progress: With `like`, called as `on_progress(norms fitted, norms)` after each norm.
         inplace: Change the given model. By default it is copied.
 
     Returns:
@@ -59,7 +54,7 @@ def calibrate(
 
     Raises:
         ValueError: If no norm has statistics, there are no batches, a norm never ran, or its input was not finite; if
-            `like` is not the original, or is given with `passes`.
+            `like` is not the original, or `on_progress` is given without it.
         TypeError: If `batches` is a single batch.
 
     Examples:
@@ -75,12 +70,8 @@ def calibrate(
         check_not_wrapped(each, "calibrate")
         check_not_meta(each, "calibrate")
     require_functions(forward=forward, on_progress=on_progress)
-    require(is_int(passes) and passes >= 1, "passes", passes, "a whole number of at least 1")
     check_batches(batches, "calibrate()")
-    if passes > 1 and iter(batches) is batches:
-        raise ValueError(f"passes={passes} reads the batches {passes} times; give a list or a loader, not a generator")
-    if like is not None and passes > 1:
-        raise ValueError(f"calibrate(like=) fits in one pass; got passes={passes}, which you can leave out")
+    require(like is not None or on_progress is None, "on_progress", on_progress, "None without like=")
     if model is like:
         raise ValueError("calibrate() got one model twice; pass the original as `like`, and convert a copy of it")
     model = copy_unless(inplace, model)
@@ -90,9 +81,8 @@ def calibrate(
             with evaluating(like):
                 fit_like(model, norms, like, list(batches), forward, on_progress)
             return model
-        for index in range(passes):
-            for norm, stat in _measure(model, norms, batches, forward, index, on_progress).items():
-                set_statistics(norm, stat)
+        for norm, stat in _measure(model, norms, batches, forward).items():
+            set_statistics(norm, stat)
     return model
 
 
@@ -120,8 +110,8 @@ def restored_on_error(norms: Mapping[str, StatNorm]) -> Any:
         raise
 
 
-def _measure(model, norms, batches, forward, index, on_progress) -> dict[StatNorm, Tensor]:
-    """Run one pass, and return the statistics `[k, dim]` of each norm's inputs."""
+def _measure(model, norms, batches, forward) -> dict[StatNorm, Tensor]:
+    """Run the batches, and return the statistics `[k, dim]` of each norm's inputs."""
     joint: dict[StatNorm, tuple[Tensor, Tensor]] = {}  # statistics and number of rows
 
     def join(norm: StatNorm, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -129,18 +119,16 @@ def _measure(model, norms, batches, forward, index, on_progress) -> dict[StatNor
         mask = norm.check(x, mask)
         batch, count = ops.moments(norm.rest(x).double(), mask, norm.center)
         joint[norm] = sync.join(*joint[norm], batch, count, norm.center) if norm in joint else (batch, count)
-        if index == 0:  # the norm then divides by the statistics of this batch
-            norm.running.copy_(torch.where(count > 0, norm.pool(batch), norm.running))
+        norm.running.copy_(torch.where(count > 0, norm.pool(batch), norm.running))  # by which it then divides
 
-    done = 0
+    is_empty = True
     with ExitStack() as hooks:
         for norm in norms.values():
             hooks.enter_context(norm.register_forward_pre_hook(join, with_kwargs=True))
-        for done, batch in enumerate(batches, 1):
+        for batch in batches:
             call(model, batch, forward)
-            if on_progress is not None:
-                on_progress(done, index + 1)
-    if not done:
+            is_empty = False
+    if is_empty:
         raise ValueError("calibrate() was given no batches")
     if idle := [name for name, norm in norms.items() if norm not in joint]:
         raise ValueError(f"calibrate() found norms that never ran, so they have no statistics: {', '.join(idle)}")

@@ -2,9 +2,10 @@
 
 import copy
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_leaves
@@ -25,6 +26,15 @@ WRAPPERS = {  # class name: what to do instead
     "GraphModule": "transform the model that it was traced from",
 }
 QUANTIZED = ("torch.ao.nn.quantized", "torchao", "bitsandbytes", "auto_gptq", "awq", "hqq", "optimum.quanto")
+
+
+@contextmanager
+def needs(what: str, extra: str) -> Iterator[None]:
+    """Let the ImportError of a package name the extra of normkit that installs it."""
+    try:
+        yield
+    except ImportError as missing:
+        raise ImportError(f"{what} needs {missing.name}; pip install 'normkit[{extra}]'") from missing
 
 
 def check_is_model(model: object, verb: str) -> None:
@@ -141,13 +151,7 @@ def copy_model(model: nn.Module, wide: bool = False, share: bool = False, share_
     if wide:
         memo |= {key: t.detach().clone().double() for key, t in plain.items() if t.is_floating_point()}
         memo |= {key: widened(p) for key, p in kept.items() if is_large(p)}
-    memo |= {key: _copy_fake(t) for key, t in known.items() if isinstance(t, FakeTensor)}  # deepcopy copies their mode
     return copy.deepcopy(model, memo | share_groups(model) | (known if share_all else {}))
-
-
-def _copy_fake(tensor: Tensor) -> Tensor:
-    copied = tensor.detach().clone()
-    return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
 
 
 def _read_only(module: nn.Module) -> list[Tensor]:

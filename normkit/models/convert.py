@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
 from normkit._util import listed
@@ -222,14 +221,11 @@ def replacement(old: nn.Module, spec: str, like: torch.Tensor | None = None) -> 
 
 @contextmanager
 def _made_like(tensor: torch.Tensor | None) -> Iterator[None]:
-    """Make modules on the device and in the type of a tensor, if there is one; fake ones for a fake one."""
+    """Make modules on the device and in the type of a tensor, if there is one."""
     before = torch.get_default_dtype()
-    if tensor is None:
-        yield
-        return
     try:
-        with tensor.fake_mode if isinstance(tensor, FakeTensor) else nullcontext(), tensor.device:
-            torch.set_default_dtype(tensor.dtype)
+        with nullcontext() if tensor is None else tensor.device:
+            torch.set_default_dtype(before if tensor is None else tensor.dtype)
             yield
     finally:
         torch.set_default_dtype(before)

@@ -18,12 +18,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from normkit._util import as_path, is_number, require, require_flags, require_functions
-from normkit.models.attention import with_fused_attention
-from normkit.models.checks import check_not_meta, check_not_training, check_not_wrapped, copy_model, warn_untrained
+from normkit.models.checks import (
+    check_not_meta,
+    check_not_training,
+    check_not_wrapped,
+    copy_model,
+    needs,
+    warn_untrained,
+)
 from normkit.models.difference import error
-from normkit.models.extras import needs
-from normkit.models.invoke import Call, Pick, example_call, tensors
-from normkit.models.quantize import DYNAMIC, Int8, calibration, quantize
+from normkit.models.invoke import Call, Pick, check_batches, example_call, tensors
+from normkit.models.quantize import calibration, quantize
 
 NORMALIZES = (  # parts of operation names, in ONNX or ATen, that compute or divide by statistics
     "layernorm", "layer_norm", "normalization", "rms_norm", "batch_norm", "group_norm", "native_norm", "div", "sqrt",
@@ -73,8 +78,8 @@ def export(
     outputs: Pick | None = None,
     dynamic: bool = True,
     tolerance: float = 1e-4,
-    int8: Int8 | Iterable[Any] | Literal["dynamic"] | None = None,
-    fuse_attention: bool = False,
+    int8: Iterable[Any] | Literal["dynamic"] | None = None,
+    stream: bool = False,
     **kwexample: Any,
 ) -> Exported:
     """Write a model to a file, run the file, and compare its outputs with the model's.
@@ -90,11 +95,11 @@ def export(
             the second one of integers, masks and `[batch, tokens, channels]`.
         tolerance: Largest accepted error of the float model, relative to the largest output.
         int8: Write 8-bit integers by onnxruntime, `.onnx` alone. "dynamic" quantizes weights for each channel, and
-            activations while the model runs; it needs no data. Batches, or `Int8(batches, ...)` with its options,
-            calibrate a static quantization; they have the form of the example. The errors of the result are then those
+            activations while the model runs; it needs no data. Batches calibrate a static quantization of matrix
+            products and convolutions; they have the form of the example. The errors of the result are then those
             of the integers, on the example; compare them with those that your task allows.
-        fuse_attention: Write each `scaled_dot_product_attention` as one operation of onnxruntime, which other runtimes
-            lack. onnxruntime's own fusion does this only beside a LayerNorm.
+        stream: With batches in `int8`: quantize additions and multiplications too, so that residual streams are
+            integers.
         **kwexample: Keyword arguments of the call.
 
     Returns:
@@ -102,7 +107,7 @@ def export(
 
     Raises:
         ValueError: If the model is in training mode, the example or a batch does not fit, the suffix is unknown or has
-            no integers, the model has no attention to fuse, or the outputs in float differ by more than `tolerance`.
+            no integers, or the outputs in float differ by more than `tolerance`.
         ImportError: If a package is missing; the message names the extra to install.
 
     Examples:
@@ -116,7 +121,7 @@ def export(
     check_not_meta(model, "export")
     warn_untrained(model, "export")
     require_functions(outputs=outputs)
-    require_flags(dynamic=dynamic, fuse_attention=fuse_attention)
+    require_flags(dynamic=dynamic, stream=stream)
     require(is_number(tolerance) and tolerance >= 0, "tolerance", tolerance, "a number of at least 0")
     path = as_path(path, "path")
     if path.suffix not in (".onnx", ".pt2"):
@@ -124,9 +129,14 @@ def export(
     if not path.parent.is_dir() or path.is_dir():
         what = "is a folder; name a file" if path.is_dir() else "is in no folder; make it first, or name another"
         raise ValueError(f"export() writes a file, and {path} {what}")
-    if path.suffix == ".pt2" and (int8 is not None or fuse_attention):
-        option = "int8" if int8 is not None else "fuse_attention"
-        raise ValueError(f"export({option}=) writes .onnx; got {path.name!r}")
+    if path.suffix == ".pt2" and int8 is not None:
+        raise ValueError(f"export(int8=) writes .onnx; got {path.name!r}")
+    static = int8 is not None and not isinstance(int8, str)
+    if static:
+        check_batches(int8, "int8=")
+    else:
+        require(int8 in (None, "dynamic"), "int8", int8, "'dynamic', batches to calibrate on, or None")
+        require(not stream, "stream", stream, "False without batches in int8")
     given = Call(example, kwexample).unpacked(model)
     with torch.no_grad():
         expected = picked(example_call(model, given.copied(), "export", given), outputs)
@@ -134,27 +144,25 @@ def export(
         raise ValueError("export() cannot verify anything: no number of the model output is finite on the example")
     wrapped = TensorModel(copy_model(model), given.copied(), outputs).eval()
     shapes = open_axes(wrapped.given) if dynamic else None
-    settings = int8 if isinstance(int8, Int8) or int8 in (None, DYNAMIC) else Int8(int8)
-    batches = calibration(settings, given, shapes is not None) if isinstance(settings, Int8) else []
+    batches = calibration(int8, given, shapes is not None) if static else []
     with quiet(), tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
         new = Path(scratch) / "new" / path.name  # and what belongs to it; nothing is replaced before it is verified
-        in_float = Path(scratch) / path.name if settings else new
+        in_float = Path(scratch) / path.name if int8 is not None else new
         new.parent.mkdir()
-        operations, runtime, got, axes = _write(wrapped, in_float, shapes, fuse_attention)
+        operations, runtime, got, axes = _write(wrapped, in_float, shapes)
         if any(len(each) > 1 for each in axes.values()) and not _takes_other_sizes(wrapped, in_float, axes, tolerance):
             shapes = open_axes(wrapped.given, tokens=False)
-            operations, runtime, got, axes = _write(wrapped, in_float, shapes, fuse_attention)
+            operations, runtime, got, axes = _write(wrapped, in_float, shapes)
         worst = error(tuple(got), tuple(expected))
         if not worst <= tolerance:
             differ = f"outputs differ by {worst:.1e} in {runtime}; tolerance={tolerance:.1e} is allowed"
             raise ValueError(f"{path} computes something else than the model: {differ}")
-        if settings is not None:
-            feeds = [wrapped.feed(batch) for batch in batches]
-            quantize(in_float, new, settings if isinstance(settings, Int8) else None, feeds)
+        if int8 is not None:
+            quantize(in_float, new, [wrapped.feed(batch) for batch in batches] if static else None, stream)
             operations, got = _operations(new), _run(wrapped, new, wrapped.given)
         for file in sorted(new.parent.iterdir(), key=lambda file: file == new):  # the weights of a graph first
             file.replace(path.with_name(file.name))
-    if settings is None:
+    if int8 is None:
         return Exported(path, operations, runtime, worst, dynamic=axes)
     pairs = [(a.double().flatten(), b.double().flatten()) for a, b in zip(got, expected, strict=True)]
     cosine = min(float(torch.cosine_similarity(*pair, dim=0)) for pair in pairs)
@@ -232,7 +240,7 @@ def _counted(names: Iterable[str]) -> dict[str, int]:
 
 
 def _write(
-    model: TensorModel, path: Path, shapes: Any, fused: bool
+    model: TensorModel, path: Path, shapes: Any
 ) -> tuple[dict[str, int], str, Sequence[Tensor], dict[str, tuple[int, ...]]]:
     """Write a file in float; return its operations, the runtime, its outputs on the example and the open axes."""
     if path.suffix == ".onnx":
@@ -247,7 +255,6 @@ def _write(
         if (found := tuple(axis for axis, size in enumerate(t.shape) if not isinstance(size, int)))
     }
     if path.suffix == ".onnx":
-        program = with_fused_attention(program) if fused else program
         with torch.no_grad():
             written = torch.onnx.export(
                 program, (), input_names=model.names, dynamic_shapes=shapes, dynamo=True, verbose=False

@@ -73,15 +73,7 @@ def _names(model: nn.Module) -> set[str]:
 
 
 class Moments(NamedTuple):
-    """Moments `[channels]` of paired rows x and y, in float64.
-
-    Attributes:
-        count: Number of rows.
-        x: Mean of x.
-        y: Mean of y.
-        xx: Sum of the squared deviations of x from its mean.
-        xy: Sum of the products of both deviations.
-    """
+    """Moments `[channels]` of paired rows x and y, in float64: number, means, sums of products of deviations."""
 
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]
     x: Tensor

@@ -9,7 +9,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from typing import Any
 from torch import nn
 
 from normkit._util import as_path
-from normkit.models.extras import needs
-from normkit.models.first_token import Clamp, begin
-from normkit.models.model_changes import KEY, apply_changes, write_changes
+from normkit.models.affine import Affine
+from normkit.models.checks import needs
+from normkit.models.first_token import Clamp, begin, put_first_token
+from normkit.models.model_changes import KEY, apply_changes, build, full_name, rebuild, save_buffer, write_changes
 from normkit.models.take_apart import GatedNorm
 
 VARIANT = "normkit"  # of the weight files: from_pretrained fails for want of any, where it would build other norms
@@ -28,6 +29,8 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 STANDARD = {"identity", "affine", "LayerNorm", "RMSNorm", "clamped norm", "clamped"}
 """What load.py can put in the place of a norm."""
+LOADS = (Affine, Clamp, begin, put_first_token, full_name, save_buffer, build, apply_changes)  # the code of load.py
+LOADING = {"local_files_only": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
 AUTO_CLASS = "load.Folded"  # in config.json, for trust_remote_code=True
 LOAD = '''"""Load the folded model of this folder: python -c "import load; model = load.model()". Needs no normkit.
 
@@ -35,81 +38,21 @@ AutoModel and SentenceTransformer run this file with trust_remote_code=True.
 """
 
 import pathlib
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import remove_parametrizations
 from transformers import ARCHITECTURE as Architecture
 
 
-class MultiplyAdd(nn.Module):
-    def __init__(self, dim, weight, bias, channel_dim):
-        super().__init__()
-        self.channel_dim = channel_dim
-        self.weight = nn.Parameter(torch.ones(dim)) if weight else None
-        self.bias = nn.Parameter(torch.zeros(dim)) if bias else None
-
-    def forward(self, x):
-        shape = (-1,) if self.channel_dim == -1 else (-1, *[1] * (x.dim() - 2))
-        weight, bias = (None if p is None else p.view(shape) for p in (self.weight, self.bias))
-        if weight is None:
-            y = x if bias is None else x + bias
-        else:
-            y = x * weight if bias is None else torch.addcmul(bias, x, weight)
-        return y.to(x.dtype)
-
-
-CLAMP
-
-
-BEGIN
-
-
-def left(change, old):
-    if change["is"] == "clamped norm":
-        return nn.Sequential(Clamp(change["dim"]), left(change["then"], old))
-    if change["is"] == "clamped":
-        return nn.Sequential(old, Clamp(change["dim"]))
-    if change["is"] == "affine":
-        return MultiplyAdd(change["dim"], change["weight"], change["bias"], change["channel_dim"])
-    if change["is"] == "LayerNorm":
-        affine = {"elementwise_affine": change["weight"], "bias": change["bias"]}
-        return nn.LayerNorm(change["dim"], change["eps"], **affine)
-    if change["is"] == "RMSNorm":
-        return nn.RMSNorm(change["dim"], change["eps"], change["weight"])
-    identity = nn.Identity()
-    if "weight" in change:  # of which the model reads the type
-        identity.register_buffer("weight", torch.empty(0), persistent=False)
-    return identity
+FUNCTIONS
 
 
 class Folded(Architecture):
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        changes = config.normkit
-        for name, change in changes["norms"].items():
-            self.set_submodule(name, left(change, self.get_submodule(name)))
-            self.get_submodule(name)._is_hf_initialized = True
-        for name, length in changes["biases"].items():
-            owner, key = name.rsplit(".", 1)
-            setattr(self.get_submodule(owner), key, nn.Parameter(torch.zeros(length)))
-        for name in changes["buffers"]:
-            owner, key = name.rsplit(".", 1)
-            module = self.get_submodule(owner)
-            module._non_persistent_buffers_set.discard(key)
-            if isinstance(module._buffers[key], nn.Buffer):
-                module._buffers[key].persistent = True
-        for name in changes["plain"]:
-            module = self.get_submodule(name)
-            for key in list(module.parametrizations):
-                torch.nn.utils.parametrize.remove_parametrizations(module, key)
-        if "first" in changes:
-            self.base_model.register_buffer("first_keys", torch.zeros(changes["first"]))
-            self.base_model.register_buffer("first_values", torch.zeros(changes["first"]))
-            self.base_model.register_forward_pre_hook(begin, with_kwargs=True)
-        for name in changes["untied"]:
-            module = self.get_submodule(name)
-            module.weight = nn.Parameter(torch.empty_like(module.weight))
-            self.all_tied_weights_keys.pop(name + ".weight", None)
+        apply_changes(self, config.normkit)
 
     @classmethod
     def from_pretrained(cls, folder, *args, **kwargs):
@@ -161,17 +104,12 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as new:  # the old files stay if the disk is full
         with quiet(import_transformers()):
             model.save_pretrained(new, variant=VARIANT if changes else None)
-        loads = (
-            bool(changes)
-            and not gated
-            and {change.get("then", change)["is"] for change in changes["norms"].values()} <= STANDARD
-        )
+        kinds = {change.get("then", change)["is"] for change in changes["norms"].values()} if changes else set()
+        loads = bool(changes) and not gated and kinds <= STANDARD
         _set_auto_class(Path(new, "config.json"), loads)
         if loads:
-            text = LOAD.replace("ARCHITECTURE", type(model).__name__)
-            text = text.replace("CLAMP", inspect.getsource(Clamp).rstrip()).replace(
-                "BEGIN", inspect.getsource(begin).rstrip()
-            )
+            functions = "\n\n\n".join(inspect.getsource(each).rstrip() for each in LOADS)
+            text = LOAD.replace("ARCHITECTURE", type(model).__name__).replace("FUNCTIONS", functions)
             Path(new, "load.py").write_text(text, encoding="utf8")
         replaced = [file for file in folder.glob("model*") if WEIGHTS.fullmatch(file.name)]
         if (script := folder / "load.py").is_file() and script.read_text("utf8").startswith(LOAD.splitlines()[0]):
@@ -231,22 +169,26 @@ def load_pretrained(folder: Path | str) -> Any:
     def build(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)
         if changes is not None:
-            apply_changes(self, changes)
+            rebuild(self, changes)
 
     # a subclass, so that transformers itself reads shards, renames and converts weights, and ties them
     changed = type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
-    try:
-        with quiet(transformers):
-            model, found = changed.from_pretrained(
-                path, variant=variant, local_files_only=True, use_safetensors=True, ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )  # fmt: skip
-    except Exception as problem:  # what a damaged configuration raises depends on the class
-        raise ValueError(f"{path}: {type(problem).__name__}: {problem}") from problem
+    given = {"pretrained_model_name_or_path": path, "variant": variant, "use_safetensors": True}
+    model = open_model(path, transformers, lambda: changed.from_pretrained(**given, **LOADING), changes is not None)
     model.__class__ = kind
-    check_fit(path, found, changes is not None)
     if changes is not None:
         write_changes(model)
+    return model
+
+
+def open_model(path: Path, transformers: Any, load: Callable[[], tuple[Any, Any]], recorded: bool = False) -> Any:
+    """Return the model that `load` makes of a folder; a ValueError unless the weights fit it."""
+    try:
+        with quiet(transformers):
+            model, found = load()
+    except Exception as problem:  # what a damaged configuration raises depends on the class
+        raise ValueError(f"{path}: {type(problem).__name__}: {problem}") from problem
+    _check_fit(path, found, recorded)
     return model
 
 
@@ -269,8 +211,8 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} holds no config.json; a model of Hugging Face is a folder with config and weights")
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf8"))
-    except ValueError as error:
-        raise ValueError(f"{path}/config.json is cut short or not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}/config.json is cut short or not JSON: {error}; get the model again") from None
     if not isinstance(config, dict) or not config.get("architectures"):
         raise ValueError(f"{path}/config.json names no architecture")
     if config.get("auto_map") and not (KEY in config and {*config["auto_map"].values()} == {AUTO_CLASS}):
@@ -306,7 +248,7 @@ def _only_variant(path: Path) -> str | None:
     raise ValueError(f"{path} holds no weights; expected model.safetensors beside config.json")
 
 
-def check_fit(path: Path, found: Mapping[str, Any], recorded: bool) -> None:
+def _check_fit(path: Path, found: Mapping[str, Any], recorded: bool) -> None:
     """Raise a ValueError that names tensors unless a checkpoint fits its model exactly."""
     missing, unexpected = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
     shapes = sorted(f"{name} {list(saved)}, not {list(built)}" for name, saved, built in found["mismatched_keys"])

@@ -3,8 +3,9 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -125,41 +126,40 @@ def input_and_mask(args: tuple, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tens
     return args[0] if args else kwargs["x"], args[1] if len(args) > 1 else kwargs.get("mask")
 
 
-USES = {  # argument of a model of transformers: parts of the names of weights that it makes the model use
-    "global_attention_mask": ("global",),
-    "encoder_hidden_states": ("encoder_attn", "crossattention", "cross_attn", "cross_attention"),
-    "cross_attention_states": ("cross_attn", "cross_attention"),
-    "token_type_ids": ("token_type",),
-    "decoder_input_ids": ("decoder",),
-    "pixel_values": ("vision", "visual", "image"),
-    "input_features": ("audio",),
-    "input_values": ("audio",),
-    "labels": ("mtp",),
-    "output_router_logits": ("router",),
-}
+@contextlib.contextmanager
+def seen(
+    model: nn.Module, names: Iterable[str], see: Callable[[str, Tensor, Tensor | None, Tensor], None]
+) -> Iterator[None]:
+    """Call `see(name, x, mask, y)` inside the block whenever one of these modules has computed `y`."""
+
+    def hook(name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], y: Tensor) -> None:
+        x = args[0] if args else next(iter(kwargs.values()))
+        see(name, x, args[1] if len(args) > 1 else kwargs.get("mask"), y)
+
+    with contextlib.ExitStack() as hooks:
+        for name in names:
+            module = model.get_submodule(name)
+            hooks.enter_context(module.register_forward_hook(functools.partial(hook, name), with_kwargs=True))
+        yield
+
+
 PLAIN = (str, bytes, int, float, bool, torch.dtype, type, torch.SymInt, torch.SymFloat, torch.SymBool)
 PLAIN_OPTIONS = ("past_key_values", "inputs_embeds", "position_ids", "head_mask", "use_cache", "return_dict", "output_")
 
 
-def advice(model: nn.Module, weights: Iterable[str], given: Call) -> str:
+def advice(model: nn.Module, given: Call) -> str:
     """Advise on an example that would use weights which the given one does not.
-
-    The arguments to pass follow from the names of the weights and the signature of the forward.
 
     Examples:
         >>> class Pair(nn.Module):
         ...     def forward(self, input_ids, encoder_hidden_states=None): ...
-        >>> advice(Pair(), ["layer.0.crossattention.key.weight"], Call((), {"input_ids": 0}))
-        'pass encoder_hidden_states'
+        >>> advice(Pair(), Call((), {"input_ids": 0}))
+        'pass an example that does, perhaps with encoder_hidden_states, or set to None what inference never uses'
     """
-    left, names = given.left_out(model), " ".join(weights)
-    if likely := [argument for argument, parts in USES.items() if argument in left and any(p in names for p in parts)]:
-        return f"pass {' or '.join(likely)}"
-    if "expert" in names:
-        return "pass more rows, which reach more experts"
-    left = [name for name, p in left.items() if p.default is None and not name.startswith(PLAIN_OPTIONS)]
-    also = f", whose forward also takes {', '.join(left[:4])}" if left else ""
-    return f"give an example that does{also}, or set to None what inference never uses"
+    left = given.left_out(model).items()
+    names = [name for name, p in left if p.default is None and not name.startswith(PLAIN_OPTIONS)]
+    also = f", perhaps with {' or '.join(names[:4])}" if names else ""
+    return f"pass an example that does{also}, or set to None what inference never uses"
 
 
 def tensors(output: Any, outputs: Pick | None = None, depth: int = 6) -> dict[str, Tensor]:

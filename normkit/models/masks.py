@@ -90,13 +90,13 @@ class _Running(threading.local):
     """The calls of models with masks that run in this thread, the innermost last."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[MaskedCall] = []
 
 
 _running = _Running()
 
 
-class Call:
+class MaskedCall:
     """A running forward: the masks among its arguments, and the norms that none of them fits."""
 
     def __init__(self, route: "Route", model: nn.Module, given: dict[str, Any]):
@@ -131,7 +131,7 @@ class Route:
         """Keep the arguments of this call."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         self._close()  # what an interrupt left open
-        _running.calls.append(Call(self, model, {name: given.get(name) for name in self.rules.values()}))
+        _running.calls.append(MaskedCall(self, model, {name: given.get(name) for name in self.rules.values()}))
 
     def end(self, model: nn.Module, args: tuple, output: object) -> None:
         """End the call; warn of norms that its masks did not fit."""
@@ -143,7 +143,7 @@ class Route:
                     first = call.unfit[model.get_submodule(new[0])]
                     _warn(listed(new, 6), *first)
 
-    def _close(self) -> list[Call]:
+    def _close(self) -> list[MaskedCall]:
         ended = [call for call in _running.calls if call.route is self]
         if ended:
             _running.calls[:] = [call for call in _running.calls if call.route is not self]
@@ -166,7 +166,7 @@ class GiveMask:
 
     def __init__(self, argument: str, time_first: bool):
         self.argument, self.time_first = argument, time_first
-        self.last: Call | None = None  # for what activation checkpointing recomputes
+        self.last: MaskedCall | None = None  # for what activation checkpointing recomputes
 
     def __call__(self, norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Add `mask=` to the call."""

@@ -80,37 +80,13 @@ def find_changes(model: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def apply_changes(model: Any, changes: Mapping[str, Any]) -> None:
+def rebuild(model: Any, changes: Mapping[str, Any]) -> None:
     """Rebuild recorded changes in a model of the architecture, in place, without weights."""
     try:
-        masks, prefix = {}, getattr(model, "base_model_prefix", "")
+        prefix = getattr(model, "base_model_prefix", "")
         take_norms_apart(model, {each for name in changes["norms"] for each in (name, f"{prefix}.{name}")})
-        for name, change in changes["norms"].items():
-            full = _full_name(model, name)
-            old = model.get_submodule(full)
-            new = _build(change, old)
-            if isinstance(new, Norm):
-                new.contiguous = is_contiguous(old) and new.channel_dim == -1
-            model.set_submodule(full, new)
-            if "mask" in change:
-                masks[full] = change["mask"]
-            model.get_submodule(full)._is_hf_initialized = True  # else transformers resets it by the name of its class
-        for name, length in changes["biases"].items():
-            owner, _, key = name.rpartition(".")
-            setattr(model.get_submodule(_full_name(model, owner)), key, nn.Parameter(torch.zeros(length)))
-        for name in changes.get("buffers", ()):
-            owner, _, key = name.rpartition(".")
-            save_buffer(model.get_submodule(_full_name(model, owner)), key)
-        for name in changes.get("plain", ()):
-            module = model.get_submodule(_full_name(model, name))
-            for key in list(module.parametrizations):
-                remove_parametrizations(module, key)
-        if shape := changes.get("first"):
-            put_first_token(model, torch.zeros(shape), torch.zeros(shape))
-        for name in changes["untied"]:
-            module = model.get_submodule(_full_name(model, name))
-            module.weight = nn.Parameter(torch.empty_like(module.weight))
-            getattr(model, "all_tied_weights_keys", {}).pop(f"{name}.weight", None)
+        apply_changes(model, changes, _build_norm)
+        masks = {full_name(model, name): norm["mask"] for name, norm in changes["norms"].items() if "mask" in norm}
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         raise ValueError(f"the key {KEY!r} of its configuration cannot be read: {problem}") from problem
     leave_fast_path(model)
@@ -118,18 +94,71 @@ def apply_changes(model: Any, changes: Mapping[str, Any]) -> None:
         route_mask(model, masks)
 
 
+def apply_changes(model: Any, changes: Any, build_norm: Any = None) -> None:
+    """Make recorded changes in a model, without weights; `build_norm` builds norms of normkit."""
+    for name, change in changes["norms"].items():
+        full = full_name(model, name)
+        model.set_submodule(full, build(change, model.get_submodule(full), build_norm))
+        model.get_submodule(full)._is_hf_initialized = True  # else transformers resets it by the name of its class
+    for name, length in changes["biases"].items():
+        owner, _, key = name.rpartition(".")
+        setattr(model.get_submodule(full_name(model, owner)), key, nn.Parameter(torch.zeros(length)))
+    for name in changes["buffers"]:
+        owner, _, key = name.rpartition(".")
+        save_buffer(model.get_submodule(full_name(model, owner)), key)
+    for name in changes["plain"]:
+        module = model.get_submodule(full_name(model, name))
+        for key in list(module.parametrizations):
+            remove_parametrizations(module, key)
+    if "first" in changes:
+        put_first_token(model, torch.zeros(changes["first"]), torch.zeros(changes["first"]))
+    for name in changes["untied"]:
+        module = model.get_submodule(full_name(model, name))
+        module.weight = nn.Parameter(torch.empty_like(module.weight))
+        getattr(model, "all_tied_weights_keys", {}).pop(f"{name}.weight", None)
+
+
+def full_name(model: Any, name: str) -> str:
+    """Return a module's full name; `convert(model.bert)` records names inside `model.bert`."""
+    inner = f"{getattr(model, 'base_model_prefix', '')}.{name}"
+    names = {each for each, _ in model.named_modules()}
+    return inner if name not in names and inner in names else name
+
+
+def build(change: Any, old: nn.Module, build_norm: Any) -> nn.Module:
+    """Build what stands in the place of a norm."""
+    kind, dim = change["is"], change.get("dim")
+    if kind == "clamped norm":
+        return nn.Sequential(Clamp(dim), build(change["then"], old, build_norm))
+    if kind == "clamped":
+        return nn.Sequential(old, Clamp(dim))
+    if kind == "affine":
+        weight, bias = (torch.ones(dim) if change[key] else None for key in ("weight", "bias"))
+        return Affine(weight, bias, change["channel_dim"])
+    if kind in ("LayerNorm", "RMSNorm"):
+        options = {"bias": change["bias"]} if kind == "LayerNorm" else {}
+        return getattr(nn, kind)(dim, change["eps"], elementwise_affine=change["weight"], **options)
+    if kind != "identity":
+        return build_norm(change, old)
+    identity = nn.Identity()
+    if "weight" in change:  # of which the model reads the type
+        identity.register_buffer("weight", torch.empty(0), persistent=False)
+    return identity
+
+
+def _build_norm(change: Mapping[str, Any], old: nn.Module) -> nn.Module:
+    if change["is"] == "layer-scale":
+        return GroupRMS(change["groups"], change["eps"])
+    norm = make(change["is"], change["dim"])
+    norm.contiguous = is_contiguous(old) and change["channel_dim"] == -1
+    return channels_first(norm) if change["channel_dim"] == 1 else norm
+
+
 def save_buffer(module: nn.Module, key: str) -> None:
     """Make a buffer part of the state, as it no longer has the constructor's values."""
     module._non_persistent_buffers_set.discard(key)
     if isinstance(buffer := module._buffers.get(key), nn.Buffer):
         buffer.persistent = True  # a forward that assigns it registers it again
-
-
-def _full_name(model: Any, name: str) -> str:
-    """Return a module's full name; `convert(model.bert)` records names inside `model.bert`."""
-    inner = f"{getattr(model, 'base_model_prefix', '')}.{name}"
-    names = {each for each, _ in model.named_modules()}
-    return inner if name not in names and inner in names else name
 
 
 def _describe(name: str, module: nn.Module) -> dict[str, Any]:
@@ -155,30 +184,6 @@ def _describe(name: str, module: nn.Module) -> dict[str, Any]:
         f"{name} is a {kind.__name__}, which its architecture does not have there and normkit cannot rebuild. "
         "Save the model with the library that put it there; your own norm can be a row of NORMS"
     )
-
-
-def _build(change: Mapping[str, Any], old: nn.Module) -> nn.Module:
-    kind = change["is"]
-    if kind == "clamped norm":
-        return nn.Sequential(Clamp(change["dim"]), _build(change["then"], old))
-    if kind == "clamped":
-        return nn.Sequential(old, Clamp(change["dim"]))
-    if kind == "identity":
-        identity = nn.Identity()
-        if "weight" in change:
-            identity.register_buffer("weight", torch.empty(0), persistent=False)
-        return identity
-    if kind == "layer-scale":
-        return GroupRMS(change["groups"], change["eps"])
-    dim = change["dim"]
-    if kind == "affine":
-        weight, bias = (torch.ones(dim) if change[key] else None for key in ("weight", "bias"))
-        return Affine(weight, bias, change["channel_dim"])
-    if kind in ("LayerNorm", "RMSNorm"):
-        options = {"bias": change.get("bias", False)} if kind == "LayerNorm" else {}
-        return getattr(nn, kind)(dim, change["eps"], elementwise_affine=change.get("weight", False), **options)
-    norm = make(kind, dim)
-    return channels_first(norm) if change["channel_dim"] == 1 else norm
 
 
 def _ties(model: nn.Module) -> list[set[str]]:

@@ -1,7 +1,6 @@
 """Quantization of ONNX files to 8-bit integers by onnxruntime: dynamic, or static and calibrated on batches."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,60 +8,23 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from normkit._util import require
 from normkit.models.invoke import Call, arguments, describe
 
-DYNAMIC = "dynamic"
 PRODUCTS = ["MatMul", "Gemm", "Conv"]  # by their names in ONNX
-SCOPES = {"products": PRODUCTS, "stream": [*PRODUCTS, "Add", "Mul"]}
 
 
-@dataclass(frozen=True)
-class Int8:
-    """Settings of a quantized export.
-
-    The addition of an attention mask stays in float: its large negative numbers would leave the scores no resolution.
-
-    Weights have a scale for each output channel.
-
-    Args:
-        batches: Batches to calibrate on, each a call like the example: a mapping of keyword arguments, a tuple or list
-            of positional ones, or one argument.
-        scope: What computes in integers. "products": matrix products and convolutions, with outputs in float.
-            "stream": also additions and multiplications, so that residual streams are integers.
-
-    Raises:
-        ValueError: If the scope is unknown, or `batches` cannot be iterated over.
-
-    Examples:
-        >>> import torch
-        >>> Int8([torch.zeros(2, 3)]).scope
-        'products'
-    """
-
-    batches: Iterable[Any]
-    scope: str = "products"
-
-    def __post_init__(self) -> None:
-        if isinstance(self.batches, str) or not hasattr(self.batches, "__iter__"):
-            allowed = '"dynamic", batches to calibrate on, such as a list of tensors, or Int8(batches, ...)'
-            raise ValueError(f"int8= takes {allowed}; got {self.batches!r}")
-        require(self.scope in [*SCOPES], "scope", self.scope, " or ".join(map(repr, SCOPES)))
-
-
-def calibration(int8: Int8, example: Call, dynamic: bool) -> list[list[Tensor]]:
+def calibration(given: Iterable[Any], example: Call, dynamic: bool) -> list[list[Tensor]]:
     """Return the tensors of each batch; a ValueError for one that does not fit the example."""
     leaves, form = tree_flatten(example)
     kinds = [_kind(leaf, dynamic) for leaf in leaves if isinstance(leaf, Tensor)]
     batches = []
-    for number, (passed, named) in enumerate(map(arguments, int8.batches)):
-        ordered = {key: named[key] for key in example.kwargs if key in named} | named  # as in the example
-        given = Call(passed, ordered)
-        leaves, found = tree_flatten(given)
+    for number, (passed, named) in enumerate(map(arguments, given)):
+        batch = Call(passed, {key: named[key] for key in example.kwargs if key in named} | named)  # in its order
+        leaves, found = tree_flatten(batch)
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if found != form or [_kind(t, dynamic) for t in inputs] != kinds:
             raise ValueError(
-                f"batch {number} of int8= is {given}; the example is {example}. "
+                f"batch {number} of int8= is {batch}; the example is {example}. "
                 f"Pass batches in the form of the example{', of any batch size' if dynamic else ''}"
             )
         if broken := [t for t in inputs if not (t.isfinite() | t.isneginf()).all()]:  # a mask may be of -inf
@@ -79,14 +41,16 @@ def _kind(t: Tensor, dynamic: bool) -> tuple[torch.dtype, torch.Size]:
     return t.dtype, t.shape[dynamic and t.dim() > 0 :]
 
 
-def quantize(source: Path, path: Path, int8: Int8 | None, feeds: Iterable[dict[str, Any]] = ()) -> None:
-    """Quantize an ONNX file by onnxruntime.
+def quantize(source: Path, path: Path, feeds: Iterable[dict[str, Any]] | None, stream: bool = False) -> None:
+    """Quantize an ONNX file by onnxruntime, with a scale for each output channel of a weight.
+
+    The addition of an attention mask stays in float: its large negative numbers would leave the scores no resolution.
 
     Args:
         source: File in float.
         path: File to write.
-        int8: Settings of a static quantization; None for a dynamic one, which scales activations while it runs.
-        feeds: Inputs by name, to calibrate on; those that the graph does not use are left out.
+        feeds: Inputs by name to calibrate on; None for dynamic quantization, which scales activations while it runs.
+        stream: Additions and multiplications compute in integers as well, so that residual streams are integers.
     """
     from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_dynamic, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -96,7 +60,7 @@ def quantize(source: Path, path: Path, int8: Int8 | None, feeds: Iterable[dict[s
     graph = _renamed(prepared)
     # reduce_range: CPUs without VNNI saturate with weights of 8 bits; with a scale for each channel 7 suffice
     options = {"per_channel": True, "reduce_range": True, "weight_type": QuantType.QInt8}
-    if int8 is None:
+    if feeds is None:
         quantize_dynamic(prepared, path, **options)
         return
     known = {slot.name for slot in graph.input}
@@ -107,10 +71,10 @@ def quantize(source: Path, path: Path, int8: Int8 | None, feeds: Iterable[dict[s
         def get_next(self) -> Any:
             return next(self.left, None)
 
-    in_float = {"OpTypesToExcludeOutputQuantization": PRODUCTS, "DedicatedQDQPair": True}  # all but the products
+    in_float = {} if stream else {"OpTypesToExcludeOutputQuantization": PRODUCTS, "DedicatedQDQPair": True}
     quantize_static(
-        prepared, path, Reader(), op_types_to_quantize=SCOPES[int8.scope], nodes_to_exclude=_masking(graph),
-        activation_type=QuantType.QUInt8, extra_options=in_float if int8.scope == "products" else {}, **options,
+        prepared, path, Reader(), op_types_to_quantize=[*PRODUCTS, *(["Add", "Mul"] * stream)],
+        nodes_to_exclude=_masking(graph), activation_type=QuantType.QUInt8, extra_options=in_float, **options,
     )  # fmt: skip
 
 

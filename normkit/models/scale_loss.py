@@ -1,15 +1,12 @@
 """The scale loss, which draws the scales of tokens together where norms read them."""
 
-import fnmatch
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from normkit._util import require
 from normkit.kernels.records import is_recomputed
 from normkit.models.checks import check_is_model
 from normkit.models.convert import find
@@ -19,7 +16,7 @@ from normkit.norms import Norm
 
 
 @contextmanager
-def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tensor]]:
+def scale_loss(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
     """Measure, inside the block, how unequal the scales of tokens are where norms read them.
 
     A norm with batch or frozen statistics divides all tokens by the same numbers, so a few large ones make all others
@@ -27,7 +24,6 @@ def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tens
 
     Args:
         model: The model that trains.
-        sites: Pattern of names of norms, as in `fnmatch`.
 
     Yields:
         A function that returns the loss of the forwards with gradients since its last call: the squared relative
@@ -40,22 +36,20 @@ def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tens
         ...     loss = model(torch.randn(8, 4)).square().mean() + 0.1 * scales()
     """
     check_is_model(model, "scale_loss")
-    require(isinstance(sites, str), "sites", sites, "a pattern of names of norms, such as 'encoder.*'")
-    found = {
-        name: (norm, reading.channel_dim)
+    axes = {
+        norm: reading.channel_dim
         for name, reading in find(model).items()
         if not isinstance(take_apart(norm := model.get_submodule(name))[1], GatedNorm)  # hooks see no gated input
     }
-    axes = dict(each for name, each in found.items() if fnmatch.fnmatchcase(name, sites))
     if not axes:
-        raise ValueError(f"the pattern {sites!r} matches no norm; the model has {', '.join(found) or 'none'}")
+        raise ValueError("scale_loss() found no norm whose input it can measure; see normkit.find(model)")
     terms: list[Tensor] = []
 
     def measure(norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():  # no evaluation
             x, mask = input_and_mask(args, kwargs)
             x = x if isinstance(norm, Norm) else x.movedim(axes[norm], -1)  # normkit's norms have channels last
-            term = ScaleDeviation.apply(x, mask)
+            term = scale_deviation(x, mask)
             terms.extend([] if is_recomputed() else [term])  # a recomputation saves the same tensors, and adds none
 
     def loss() -> Tensor:
@@ -71,26 +65,14 @@ def scale_loss(model: nn.Module, sites: str = "*") -> Iterator[Callable[[], Tens
         yield loss
 
 
-class ScaleDeviation(torch.autograd.Function):
-    """Mean squared relative deviation of real tokens' lengths from their root mean square.
+def scale_deviation(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the mean squared relative deviation of real tokens' lengths from their root mean square.
 
-    With `u = sqrt(mean(l^2))` of lengths l, `mean((l / u - 1)^2)` is `2 - 2 mean(l) / u`. An analytic gradient takes
-    fewer passes over x.
+    With `u = sqrt(mean(l^2))` of lengths l, `mean((l / u - 1)^2)` is `2 - 2 mean(l) / u`.
     """
-
-    @staticmethod
-    def forward(ctx, x, mask):  # noqa: D102
-        length = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
-        length = length if mask is None else length.masked_fill(~mask, 0)
-        ctx.count = length.numel() if mask is None else mask.sum()
-        total, most = length.sum(), torch.linalg.vector_norm(length) * ctx.count**0.5  # equal if all lengths are
-        ctx.save_for_backward(x, length, total, most)
-        return 2 * (most - total) / most.clamp(min=torch.finfo(length.dtype).tiny)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):  # type: ignore[override]  # noqa: D102
-        x, length, total, most = ctx.saved_tensors
-        factor = 2 * grad / most * (total * ctx.count / most.square() - 1 / length)
-        dx = (x * factor[..., None]).nan_to_num_(0, 0, 0)  # tokens of zeros, and padding, which may hold anything
-        return dx.to(x.dtype), None
+    if mask is not None:
+        x = x.masked_fill(~mask[..., None], 0)  # padding may hold anything
+    length = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+    count = length.numel() if mask is None else mask.sum()
+    most = torch.linalg.vector_norm(length) * count**0.5  # the sum, if all lengths are equal
+    return 2 * (most - length.sum()) / most.clamp(min=torch.finfo(length.dtype).tiny)

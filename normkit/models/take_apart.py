@@ -1,6 +1,6 @@
-"""Take apart modules of a norm and an activation, or of a norm and a gate.
+"""Take apart modules of a norm and an activation or a gate, and weights with parametrizations.
 
-Such as timm's `BatchNormAct2d` and the `RMSNormGated` of Mamba 2.
+Such as timm's `BatchNormAct2d`, the `RMSNormGated` of Mamba 2, and PyTorch's `weight_norm`.
 """
 
 import copy
@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from normkit.models.hooks import copy_without_hooks, take_hooks
 from normkit.models.third_party import example_of, is_named_norm, read_eps, read_norm, real_tensors, runnable, write
 from normkit.norms import Norm, make
+
+PARAMETRIZED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Embedding)  # layers that get plain weights
 
 
 class GatedNorm(nn.Module):
@@ -97,3 +99,25 @@ def take_norms_apart(model: nn.Module, norms: Collection[str]) -> set[str]:
             model.set_submodule(name, whole)
             found.add(f"{name}.norm")
     return found
+
+
+def plain_weights(model: nn.Module) -> nn.Module:
+    """Replace parametrized weights by those of inference, in place; shared ones stay shared.
+
+    Examples:
+        >>> plain_weights(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))))[0]
+        Linear(in_features=4, out_features=3, bias=True)
+    """
+    module: Any
+    plain: dict[Any, Any] = {}  # of modules that share a matrix, the weight and what it came from
+    for module in list(model.modules()):
+        steps: Any = getattr(module, "parametrizations", {})
+        if isinstance(module, PARAMETRIZED) and list(steps) == ["weight"]:
+            steps.eval()
+            weight = nn.Parameter(module.weight.detach(), any(p.requires_grad for p in steps.parameters()))
+            tensors = *steps.parameters(), *steps.buffers()
+            weight = plain.setdefault((*map(type, steps.weight), *map(id, tensors)), (weight, tensors))[0]
+            module.__class__ = type_before_parametrizations(module)  # copies share the class: leave it be
+            del module.parametrizations
+            module.weight = weight
+    return model

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -143,7 +142,7 @@ def write(name: str, given: dict[str, object]) -> str:
 
 def _first_that_agrees(module: nn.Module, readers: tuple[Callable[[Any], Found], ...]) -> Found:
     reasons, tensors = [], [*module.named_parameters(), *module.named_buffers()]
-    if broken := [name for name, t in tensors if has_values(t) and t.isnan().any()]:
+    if broken := [name for name, t in tensors if not t.is_meta and t.isnan().any()]:
         raise CannotRead(f"its {broken[0]} has NaN; load or compute it again")
     if further := [name for name in module._parameters if name not in ("weight", "bias")]:
         raise CannotRead(f"it has further parameters ({', '.join(further)})")
@@ -161,11 +160,6 @@ def _first_that_agrees(module: nn.Module, readers: tuple[Callable[[Any], Found],
     raise CannotRead(f"{type(module).__name__} {what} ({'; '.join(dict.fromkeys(reasons))})")
 
 
-def has_values(tensor: Tensor) -> bool:
-    """Return False for tensors on the meta device and of `FakeTensorMode`."""
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
-
-
 @contextmanager
 def real_tensors() -> Iterator[None]:
     """Make tensors with values, on the CPU, also where models are built without."""
@@ -177,7 +171,7 @@ def real_tensors() -> Iterator[None]:
 def runnable(module: nn.Module) -> nn.Module:
     """Return the module, or for one without values a copy on the CPU with random positive ones."""
     tensors = [*module.parameters(), *module.buffers()]
-    if all(map(has_values, tensors)):
+    if not any(t.is_meta for t in tensors):
         return module
     generator = torch.Generator().manual_seed(0)
     memo: dict[int, Any] = {}

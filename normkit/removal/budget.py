@@ -1,8 +1,6 @@
 """Find, without training, the norms that a model can lose within a budget."""
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +10,7 @@ from normkit.models import calibrate
 from normkit.models.calibrate import evaluating
 from normkit.models.checks import copy_model
 from normkit.models.fit import Moments, solve
-from normkit.models.invoke import Forward, call, input_and_mask
+from normkit.models.invoke import Forward, call, seen
 from normkit.models.take_apart import take_norms_apart
 from normkit.norms import StatNorm
 from normkit.removal.large_tokens import place_of
@@ -21,33 +19,20 @@ Score = Callable[[nn.Module], float]  # of a model; lower is better
 
 
 class Cost(NamedTuple):
-    """What a norm costs.
+    """What a norm costs."""
 
-    Attributes:
-        norm: Its name in the model.
-        block: Name of the block that holds it.
-        alone: Rise of the score if it alone has frozen statistics.
-        gone: True if it is among those that the budget allows.
-    """
-
-    norm: str
-    block: str
-    alone: float
-    gone: bool
+    norm: str  # its name in the model
+    block: str  # name of the block that holds it
+    alone: float  # rise of the score if it alone has frozen statistics
+    gone: bool  # it is among those that the budget allows
 
 
 class Chosen(NamedTuple):
-    """The norms that a budget allows.
+    """The norms that a budget allows."""
 
-    Attributes:
-        model: The model with frozen statistics in these norms.
-        costs: Of every norm, in the order in which they run.
-        forwards: How often the batches of the fit or of the score went through a model.
-    """
-
-    model: nn.Module
-    costs: tuple[Cost, ...]
-    forwards: int
+    model: nn.Module  # with frozen statistics in these norms
+    costs: tuple[Cost, ...]  # of every norm, in the order in which they run
+    forwards: int  # how often the batches of the fit or of the score went through a model
 
 
 def block_of(name: str) -> str:
@@ -146,19 +131,15 @@ def _fit_alone(original, converted, names, batches, forward, mask) -> list[str]:
     found: dict[str, Moments] = {}
     real: list[Tensor | None] = []
 
-    def see(name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], y: Tensor) -> None:
+    def see(name: str, x: Tensor, own: Tensor | None, y: Tensor) -> None:
         norm = converted.get_submodule(name)
-        x, own = input_and_mask(args, kwargs or {"x": y})
         x, y = (each.movedim(norm.channel_dim, -1) for each in (x, y))
         x = norm.rest(x)
         own = real[-1] if own is None and real[-1] is not None and real[-1].shape == x.shape[:-1] else own
         rows = Moments.of(*(each.flatten(0, -2) if own is None else each[own] for each in (x, y)))
         found[name] = found[name].join(rows) if name in found else rows
 
-    with ExitStack() as hooks:
-        for name in names:
-            hook = functools.partial(see, name)
-            hooks.enter_context(original.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
+    with seen(original, names, see):
         for batch in batches:
             real.append(mask(batch))
             call(original, batch, forward)

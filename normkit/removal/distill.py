@@ -1,8 +1,7 @@
 """Distance of a model from its original, and training that makes it small."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normkit.models.invoke import Forward, Pick, call, input_and_mask
+from normkit.models.invoke import Forward, Pick, call, seen
 from normkit.norms import Norm
 
 CLIP = 1.0  # largest norm of a gradient
@@ -26,20 +25,14 @@ Loss = Callable[[nn.Module, Any], Tensor]
 class Comparison(NamedTuple):
     """What is compared between a model and its original.
 
-    Attributes:
-        original: The original model, in evaluation mode.
-        outputs: Picks a tensor `[..., channels]` from what a model returns; None for its logits or first tensor.
-        logits: True for logits, compared by the Kullback-Leibler divergence in nats; False for vectors, compared by
-            1 - cosine.
-        forward: Called as `forward(model, batch)` in place of the model, or None.
-        mask: Called as `mask(batch)`; returns True for real positions, `[batch, time]`, or None for all.
+    Logits are compared by the Kullback-Leibler divergence in nats, vectors by 1 - cosine.
     """
 
-    original: nn.Module
-    outputs: Pick | None
+    original: nn.Module  # in evaluation mode
+    outputs: Pick | None  # picks a tensor `[..., channels]` of the output; None: its logits or first tensor
     logits: bool
-    forward: Forward | None
-    mask: Callable[[Any], Tensor | None]
+    forward: Forward | None  # called as `forward(model, batch)` in place of the model
+    mask: Callable[[Any], Tensor | None]  # of a batch: True for real positions, `[batch, time]`; None for all
 
     def values(self, model: nn.Module, batch: Any) -> Tensor:
         """Return a model's output that is compared, in float32 or wider."""
@@ -69,12 +62,14 @@ class Comparison(NamedTuple):
         """Return a loss for `train`: distances of outputs, and of what the modules `sites` of both models return."""
 
         def loss(model: nn.Module, batch: Any) -> Tensor:
-            with torch.no_grad(), captured(self.original, sites) as wanted:
+            found: list[tuple[Tensor, Tensor | None]] = []
+            wanted: list[Tensor] = []
+            with torch.no_grad(), seen(self.original, sites, lambda name, x, mask, y: wanted.append(y)):
                 theirs = self.values(self.original, batch)
-            with captured(model, sites) as found:
+            with seen(model, sites, lambda name, x, mask, y: found.append((y, mask))):
                 mine = self.values(model, batch)
             mask = self.mask(batch)
-            inner = [relative_error(x, y, real) for (x, real), (y, _) in zip(found, wanted, strict=True)]
+            inner = [relative_error(x, y, real) for (x, real), y in zip(found, wanted, strict=True)]
             total = self.distance(mine, theirs, mask).mean() + torch.stack(inner).mean()
             if self.logits or mine.dim() != 3:
                 return total
@@ -118,20 +113,6 @@ def relative_error(x: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
 def _real(x: Tensor, mask: Tensor | None) -> Tensor:
     """Return the rows of real positions; all if the mask is of other positions, as that of tokens for one a text."""
     return x.flatten(0, -2) if mask is None or mask.shape != x.shape[:-1] else x[mask]
-
-
-@contextmanager
-def captured(model: nn.Module, sites: Sequence[str]) -> Iterator[list[tuple[Tensor, Tensor | None]]]:
-    """Collect, inside the block, outputs of modules with the masks that they get."""
-    found: list[tuple[Tensor, Tensor | None]] = []
-
-    def keep(module: nn.Module, args: tuple, kwargs: dict[str, Any], y: Tensor) -> None:
-        found.append((y, input_and_mask(args or (y,), kwargs)[1]))
-
-    with ExitStack() as hooks:
-        for name in sites:
-            hooks.enter_context(model.get_submodule(name).register_forward_hook(keep, with_kwargs=True))
-        yield found
 
 
 def train(

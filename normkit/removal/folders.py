@@ -17,17 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normkit._util import align, write_whole
+from normkit._util import align, require, write_whole
 from normkit.fold import fold
 from normkit.fold.checkpoints import copy_small_files
 from normkit.fold.folders import example_for
 from normkit.models import load_pretrained, save_pretrained
 from normkit.models.first_token import keep_first_token
-from normkit.removal.distill import mask_of, pick_output, pooled
+from normkit.removal.distill import Comparison, mask_of
 from normkit.removal.large_tokens import large_first_token
 from normkit.removal.remove import Removal, remove_norms
 from normkit.removal.state import check_out, claimed
-from normkit.removal.texts import Texts, read_text, split
+from normkit.removal.texts import SHORTEST, Texts, read_text, split
 
 LONGEST = 512  # tokens of a text by default, where the model takes more
 LENGTHS = (16, 64, 256, 1024)  # tokens at which the report measures, up to the longest text
@@ -36,70 +36,41 @@ WINDOWS, SCORED = 4, 32  # texts to score on, for language models and others
 PROMPT, CONTINUED = 16, 24  # tokens
 BUDGET = 0.1  # nats, of a language model by default
 FILE, COSTS = "removal.json", "costs.csv"
-TERMS = {
-    "encoder": "cosine: between a text's vector of the model without norms and of the original, 1 if equal; worst 1 %: "
-    "1 % of the texts are below; same nearest: texts whose nearest other text is the same.",
-    "causal": "perplexity: of the next token, by position in the text; same next: tokens after which both models find "
-    "the same token most likely.",
-    "head": "divergence: Kullback-Leibler, of the output from the original's, in nats; same class: outputs whose most "
-    "likely class is the same.",
-}
 WIDTH = 118  # characters of a line
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of `remove_norms_dir`.
+    """Settings of `remove_norms_dir`. A language model without steps and budget gets a budget of 0.1 nats."""
 
-    Attributes:
-        text: Text to train on: a file with one text a line, or a data set of the Hub.
-        second: Another such text, which is measured on alone.
-        steps: Training steps, after which no norm is left; None for 300.
-        budget: Largest rise of loss or cosine distance, without training; None to train. A language model gets 0.1
-            nats if neither is given.
-        length: Most tokens of a text; None for the model's, at most 512.
-        lr: Highest learning rate.
-        spread: Limit that `fold` gets; 16 suits float16 and 8-bit integers.
-        device: "cpu" or "cuda".
-        seed: Seed of the order of texts.
-    """
-
-    text: str
-    second: str | None = None
-    steps: int | None = None
-    budget: float | None = None
-    length: int | None = None
-    lr: float = 3e-4
-    spread: float | None = None
-    device: str = "cpu"
-    seed: int = 0
+    text: str  # to train on: a file with one text a line, or a data set of the Hub
+    second: str | None = None  # another such text, which is measured on alone
+    steps: int | None = (
+        None  # of training, of each block of a language model, after which no norm is left; None for 300
+    )
+    budget: float | None = None  # largest rise of loss or cosine distance, without training; None to train
+    length: int | None = None  # most tokens of a text; None for the model's, at most 512
+    lr: float | None = None  # highest; None for that of `remove_norms`
+    multiply_adds: bool = False  # leave each norm as one multiply-add, for float16 and 8-bit integers
+    device: str = "cpu"  # or "cuda"
+    seed: int = 0  # of the order of texts
 
 
 @dataclass(frozen=True)
 class DirRemoval:
-    """Result of `remove_norms_dir`; prints with tables.
-
-    Attributes:
-        removal: The result of `remove_norms`.
-        rows: Scores by text and length.
-        terms: What the scores mean.
-        about: What was trained on, and what not to expect.
-        samples: A text and how both models continue it, for language models.
-        load: Two lines that load the model.
-    """
+    """Result of `remove_norms_dir`; prints with tables."""
 
     removal: Removal
-    rows: list[dict[str, Any]]
-    terms: str
-    about: str
-    samples: dict[str, str]
-    load: str
+    rows: list[dict[str, Any]]  # scores by text and length
+    about: str  # what was trained on, and what not to expect
+    samples: dict[str, str]  # a text, and how both models continue it, for language models
+    load: str  # two lines that load the model
 
     def __str__(self) -> str:
         table = [[*self.rows[0]], *([_text(value) for value in row.values()] for row in self.rows)]
         samples = "\n".join(f"{name}: {text!r}" for name, text in self.samples.items())
         table = align(table, right=range(1, len(table[0])), heads=1)
-        text = "\n\n".join(filter(None, [str(self.removal), f"{table}\n{self.terms}", samples, self.about]))
+        text = "\n\n".join(filter(None, [str(self.removal), table, samples, self.about]))
         return "\n".join(textwrap.fill(line, WIDTH) for line in text.splitlines()) + f"\n\n{self.load}"
 
 
@@ -132,6 +103,9 @@ def remove_norms_dir(
     tokenizer = _tokenizer(path)
     kind = _kind(model)
     length = settings.length or min(longest(path, model, tokenizer), LONGEST)
+    if settings.length is not None:
+        most = min(_positions(model) or length, tokenizer.model_max_length)
+        require(SHORTEST <= length <= most, "--length", length, f"from {SHORTEST} to {most} tokens")
     lines, held_out = split(read_text(settings.text))
     make = functools.partial(Texts, tokenizer=tokenizer, length=length, causal=kind == "causal", device=settings.device)
     texts, others = make(lines), {"held out": make(held_out)}
@@ -148,7 +122,9 @@ def remove_norms_dir(
             model, texts.training(settings.seed), steps=settings.steps, budget=budget, lr=settings.lr,
             held_out=measured, score=score, clamp=kind == "causal",
             unit="loss of the next token, in nats" if kind == "causal" else "",
-            fold=lambda trained: fold(trained, **_example(trained, settings.device), spread=settings.spread),
+            fold=lambda trained: fold(
+                trained, **_example(trained, settings.device), multiply_adds=settings.multiply_adds
+            ),
             seed=settings.seed, checkpoint=checkpoint, on_progress=on_progress,
         )  # fmt: skip
         folded = folded.to(dtype)
@@ -156,19 +132,15 @@ def remove_norms_dir(
         copy_small_files(path, out)
         if first and texts.added:
             _without_added_tokens(tokenizer).save_pretrained(out)
-        pool = _pooling(path)
-        rows = [
-            {"text": name, **row} for name, other in others.items() for row in _rows(kind, folded, model, other, pool)
-        ]
-        found = DirRemoval(
-            removal, rows, TERMS[kind], f"{_about(settings, length, removal)}{first}",
-            _continue(tokenizer, model, folded, others["held out"]) if kind == "causal" else {}, _load_lines(path, out),
-        )  # fmt: skip
+        rows = [{"text": name, **row} for name, other in others.items() for row in _rows(kind, folded, model, other)]
+        samples = _continue(tokenizer, model, folded, others["held out"]) if kind == "causal" else {}
+        about = _about(settings, length, removal) + first
+        found = DirRemoval(removal, rows, about, samples, _load_lines(path, out))
         kept = {"settings": dataclasses.asdict(settings), **dataclasses.asdict(found), "fold": str(removal.fold)}
         del kept["removal"]["fold"]
         write_whole(out / FILE, json.dumps(kept, indent=1).encode())
         if removal.costs:
-            write_whole(out / COSTS, _costs(removal).encode())
+            write_whole(out / COSTS, costs_csv(removal).encode())
     return found
 
 
@@ -176,9 +148,13 @@ def longest(path: Path, model: Any, tokenizer: Any) -> int:
     """Return the most tokens of a text that a folder names for its model."""
     file = path / "sentence_bert_config.json"
     given = json.loads(file.read_text(encoding="utf8")) if file.is_file() else {}
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    known = [given.get("max_seq_length"), tokenizer.model_max_length, positions]
+    known = [given.get("max_seq_length"), tokenizer.model_max_length, _positions(model)]
     return given.get("max_seq_length") or min(each for each in [*known, LONGEST] if each)
+
+
+def _positions(model: Any) -> int | None:
+    """Return the most positions of a model, or None for one without a limit."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def _tokenizer(path: Path) -> Any:
@@ -231,14 +207,6 @@ def _example(model: Any, device: str) -> dict[str, Any]:
     return {key: each.to(device) if isinstance(each, Tensor) else each for key, each in found.items()}
 
 
-def _pooling(path: Path) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """Return the pooling of a sentence encoder: the first token if the folder says so, else the mean."""
-    file = path / "1_Pooling" / "config.json"
-    if file.is_file() and json.loads(file.read_text(encoding="utf8")).get("pooling_mode_cls_token"):
-        return lambda values, mask: values[:, 0]
-    return pooled
-
-
 def _next_tokens(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return loss and most likely next token at each position but the last, `[batch, time - 1]`."""
     logits = model(**batch, use_cache=False).logits[:, :-1].float()
@@ -251,45 +219,26 @@ def _mean_loss(batches: Sequence[dict[str, Tensor]], model: nn.Module) -> float:
 
 
 @torch.no_grad()
-def _rows(kind: str, model: Any, original: Any, texts: Texts, pool: Callable[..., Tensor]) -> list[dict[str, Any]]:
-    """Measure at several lengths, or at several positions of a language model's text."""
+def _rows(kind: str, model: Any, original: Any, texts: Texts) -> list[dict[str, Any]]:
+    """Compare at several lengths, or at several positions of a language model's text."""
     lengths = [*(n for n in LENGTHS if n < texts.length), texts.length]
-    if kind == "causal":
-        pairs = [[_next_tokens(each, b) for each in (original, model)] for b in texts.of_length(lengths[-1], WINDOWS)]
-        before, mine = (torch.cat([pair[at][0] for pair in pairs]) for at in (0, 1))
-        same = torch.cat([pair[0][1] == pair[1][1] for pair in pairs])
-        parts = [("positions", f"{low} to {high}", slice(low, high)) for low, high in pairwise([0, *lengths])]
-        parts = [("positions", "all", slice(None)), *(part for part in parts if before[:, part[2]].numel())]
-        return [
-            {name: which, "perplexity": float(mine[:, at].mean().exp()),
-             "original": float(before[:, at].mean().exp()),
-             "same next": f"{100 * float(same[:, at].double().mean()):.1f} %"} for name, which, at in parts
-        ]  # fmt: skip
-    rows = []
-    for length in lengths:
-        batches = texts.of_length(length, ITEMS)
-        tokens = sum(int(mask.sum()) for batch in batches if (mask := mask_of(batch)) is not None) / ITEMS
-        row: dict[str, Any] = {"tokens": round(tokens)}
-        outputs = [[pick_output(each(**batch)).float() for each in (original, model)] for batch in batches]
-        if kind == "head":
-            theirs, mine = (torch.cat([out[at].flatten(0, -2) for out in outputs]) for at in (0, 1))
-            distance = F.kl_div(mine.log_softmax(-1), theirs.log_softmax(-1), log_target=True, reduction="none").sum(-1)
-            same = (mine.argmax(-1) == theirs.argmax(-1)).double().mean()
-            row |= {"divergence": float(distance.mean()), "same class": f"{100 * float(same):.1f} %"}
-        else:
-            theirs, mine = (
-                F.normalize(torch.cat([pool(out[at], mask_of(b)) for out, b in zip(outputs, batches, strict=True)]))
-                for at in (0, 1)
-            )
-            cosine, same = (mine * theirs).sum(1), (_nearest(mine) == _nearest(theirs)).double().mean()
-            row |= {"cosine": float(cosine.mean()), "worst 1 %": float(cosine.quantile(0.01))}
-            row["same nearest"] = f"{100 * float(same):.0f} %"
-        rows.append(row)
-    return rows
-
-
-def _nearest(vectors: Tensor) -> Tensor:
-    return (vectors @ vectors.T).fill_diagonal_(-2).argmax(1)
+    if kind != "causal":
+        compare, rows = Comparison(original, None, kind == "head", None, mask_of), []
+        for batches in (texts.of_length(length, ITEMS) for length in lengths):
+            tokens = sum(int(mask.sum()) for batch in batches if (mask := mask_of(batch)) is not None) / ITEMS
+            distance = compare.mean(model, batches)
+            likeness = {"divergence, nats": distance} if kind == "head" else {"cosine": 1 - distance}
+            rows.append({"tokens": round(tokens), **likeness})
+        return rows
+    pairs = [[_next_tokens(each, b) for each in (original, model)] for b in texts.of_length(lengths[-1], WINDOWS)]
+    before, mine = (torch.cat([pair[at][0] for pair in pairs]) for at in (0, 1))
+    same = torch.cat([pair[0][1] == pair[1][1] for pair in pairs])
+    parts = [("all", slice(None)), *((f"{low} to {high}", slice(low, high)) for low, high in pairwise([0, *lengths]))]
+    return [
+        {"positions": which, "perplexity": float(mine[:, at].mean().exp()),
+         "original": float(before[:, at].mean().exp()), "same next": float(same[:, at].double().mean())}
+        for which, at in parts if before[:, at].numel()
+    ]  # fmt: skip
 
 
 @torch.no_grad()
@@ -326,7 +275,7 @@ def _load_lines(path: Path, out: Path) -> str:
     )
 
 
-def _costs(removal: Removal) -> str:
+def costs_csv(removal: Removal) -> str:
     """Return the costs of norms by depth, as CSV."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -1,8 +1,6 @@
 """Find tokens that are much larger than others, and clamp what they and their likes do to models without norms."""
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +8,7 @@ from torch import Tensor, nn
 
 from normkit.models import find
 from normkit.models.first_token import Clamp
-from normkit.models.invoke import Forward, call, input_and_mask
+from normkit.models.invoke import Forward, call, seen
 from normkit.norms import StatNorm
 
 LARGE = 6.0  # root mean square of a large token, by the median of all
@@ -18,15 +16,10 @@ USUAL = 2.0  # that of a usual one, at most
 
 
 class LargeToken(NamedTuple):
-    """A first token that is larger than others.
+    """A first token that is larger than others."""
 
-    Attributes:
-        norm: Name of the first norm at which it is large.
-        ratio: Its root mean square by the median of other tokens, at the norm where this is largest.
-    """
-
-    norm: str
-    ratio: float
+    norm: str  # name of the first norm at which it is large
+    ratio: float  # its root mean square by the median of other tokens, at the norm where this is largest
 
 
 class Bounded(nn.Sequential):
@@ -38,12 +31,12 @@ def large_first_token(model: nn.Module, batches: Sequence[Any], forward: Forward
     """Find whether the first tokens `[:, 0]` of texts are large at some norm; return None if not."""
     ratios: dict[str, float] = {}
 
-    def see(name: str, x: Tensor) -> None:
+    def see(name: str, x: Tensor, mask: Tensor | None, y: Tensor) -> None:
         sizes = _sizes(x)
         ratio = float(sizes[:, 0].median() / sizes[:, 1:].median())
         ratios[name] = max(ratio, ratios.get(name, 0.0))
 
-    with _inputs(model, find(model), see):
+    with seen(model, find(model), see):
         for batch in batches:
             call(model, batch, forward)
     large = [name for name, ratio in ratios.items() if ratio > LARGE]
@@ -63,10 +56,10 @@ def clamp_writers(model: nn.Module, batches: Sequence[Any], forward: Forward | N
     found: dict[str, Tensor] = {}
     last: list[Any] = ["", None, False]  # layer, what it wrote, whether tokens were large before
 
-    def write(name: str, module: nn.Module, args: tuple, y: Tensor) -> None:
+    def write(name: str, x: Tensor, mask: Tensor | None, y: Tensor) -> None:
         last[:2] = name, y
 
-    def see(_: str, x: Tensor) -> None:
+    def see(_: str, x: Tensor, mask: Tensor | None, __: Tensor) -> None:
         name, y, was = last
         sizes = _sizes(x)
         last[2] = bool(sizes.max() > LARGE * sizes.median())
@@ -74,10 +67,7 @@ def clamp_writers(model: nn.Module, batches: Sequence[Any], forward: Forward | N
             found[name] = _join(found.get(name), y[sizes < USUAL * sizes.median()])
 
     layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"}
-    with ExitStack() as hooks:
-        for name, layer in layers.items():
-            hooks.enter_context(layer.register_forward_hook(functools.partial(write, name)))
-        hooks.enter_context(_inputs(model, find(model), see))
+    with seen(model, layers, write), seen(model, find(model), see):
         for batch in batches:
             last[:] = "", None, False
             call(model, batch, forward)
@@ -91,12 +81,10 @@ def add_clamps(model: nn.Module, batches: Sequence[Any], forward: Forward | None
     """Put a clamp behind each norm, in place, with the range of what the norm returns on the batches."""
     found: dict[str, Tensor] = {}
 
-    def see(name: str, module: nn.Module, args: tuple, y: Tensor) -> None:
+    def see(name: str, x: Tensor, mask: Tensor | None, y: Tensor) -> None:
         found[name] = _join(found.get(name), y.flatten(0, -2))
 
-    with ExitStack() as hooks:
-        for name in find(model):
-            hooks.enter_context(model.get_submodule(name).register_forward_hook(functools.partial(see, name)))
+    with seen(model, find(model), see):
         for batch in batches:
             call(model, batch, forward)
     for name, bounds in found.items():
@@ -145,17 +133,3 @@ def _clamp(bounds: Tensor) -> Clamp:
     clamp.low.copy_(bounds[0])
     clamp.high.copy_(bounds[1])
     return clamp
-
-
-@contextmanager
-def _inputs(model: nn.Module, names: Any, see: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Call `see(name, input)` inside the block whenever one of these norms runs."""
-
-    def hook(name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        see(name, input_and_mask(args, kwargs)[0])
-
-    with ExitStack() as hooks:
-        for name in names:
-            norm = model.get_submodule(name)
-            hooks.enter_context(norm.register_forward_pre_hook(functools.partial(hook, name), with_kwargs=True))
-        yield

@@ -181,8 +181,12 @@ def gather(site: Site, memory: Memory, x: Tensor, mask: Tensor | None, real: Ten
     energy = kept.square().mean(-1)
     rows = energy.numel() if mask is None else mask.sum().clamp(min=1)  # `count` may be of all processes
     fields["token_share"] = energy.sum().square() / energy.square().sum() / rows
-    typical = energy if mask is None else torch.where(mask, energy, torch.nan)
-    fields["typical_token"] = typical.nanmedian() / (energy.sum() / rows)
+    median = (energy if mask is None else torch.where(mask, energy, torch.nan)).nanmedian()
+    fields["typical_token"] = median / (energy.sum() / rows)
+    fields["largest_token"] = (energy.max() / median).sqrt()
+    if energy.dim() > 1:
+        sequences = energy.movedim(site.batch_axis, 0).flatten(1)
+        fields["largest_token_place"] = sequences.argmax() % sequences.shape[1]
     if (alike := similarity(x, tokens, site.batch_axis)) is not None:
         fields["similarity"] = alike
     if tokens is not None:

@@ -7,18 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from normkit._util import listed
 from normkit.norms import PowerNorm
 from normkit.watch.recording import Recording, Row, Series, as_recording
 from normkit.watch.row_files import read
-from normkit.watch.sites import (
-    UNTRACKED,
-    format_sites,
-    freezes_quadratic_means,
-    keeps_batch_statistics,
-    norm_class,
-    relies_on_batch,
-    warms_up,
-)
+from normkit.watch.sites import Traits, traits
 
 NOT_CHECKED = "not checked"  # kind of a finding that names checks for which the rows do not suffice
 LEAST_BATCHES = 10  # sampled batches from which on lengths are compared
@@ -39,7 +32,7 @@ THRESHOLDS: dict[str, Threshold] = {
     "largest": Threshold(6e4, "largest magnitude, near where float16 ends (65504)"),
     "spike": Threshold(20.0, "gradient norm over its median"),
     "dead": Threshold(0.05, "share of dead channels"),
-    "typical_token": Threshold(0.02, "median over mean of the tokens' mean squares, below which a few tokens decide"),
+    "typical_token": Threshold(0.1, "median over mean of the tokens' mean squares, below which a few tokens decide"),
     "token_share": Threshold(0.2, "share of tokens that the mean square averages over, below which a few decide it"),
     "padding": Threshold(0.01, "share of padding among the rows of a norm with batch statistics"),
     "tokens": Threshold(32, "rows of a batch below which its statistics are mostly chance"),
@@ -92,7 +85,7 @@ class Check(NamedTuple):
     kind: str  # name of the fault
     rule: "Rule"  # finds it in a recording
     needs: str  # quantities that it takes, separated by blanks
-    judges: Callable[[str], bool] | None  # true for norms that it judges, by their names in rows; None: the whole model
+    judges: Callable[[Traits], bool] | None  # true for norms that it judges; None: the whole model
     samples: int = 1  # values of each quantity that it takes at least
     steps: float = 0  # length of the run from which on it judges
     how: str = RECORD  # advice on how to record the quantities; "": where they are missing, the check has no meaning
@@ -101,7 +94,7 @@ class Check(NamedTuple):
     def series(self, recording: Recording) -> dict[str, Series]:
         """The series of the first quantity needed, at the norms that are judged."""
         found = recording.of(self.needs.split()[0])
-        return {site: each for site, each in found.items() if self.judges is None or self.judges(each.norm)}
+        return {site: each for site, each in found.items() if self.judges is None or self.judges(traits(each.norm))}
 
     def findings(
         self,
@@ -242,6 +235,24 @@ def dead_channels(check: Check, recording: Recording) -> list[Finding]:
     )
 
 
+def outlier_tokens(check: Check, recording: Recording) -> list[Finding]:
+    """Find norms of which few tokens are so large that they decide the mean square, and name the largest one."""
+    hit = {site: each.middle() for site, each in check.series(recording).items()}
+    hit = {site: value for site, value in hit.items() if value < LIMITS["typical_token"]}
+    if not hit:
+        return []
+    worst = min(hit, key=hit.__getitem__)
+    factor, place = (recording.middle(name, worst) for name in ("largest_token", "largest_token_place"))
+    named = f"the token at position {place:.0f} of a sequence has {factor:.3g} times the root mean square of the median"
+    message = (
+        "few tokens are far larger than the others"
+        + (f": at {worst} {named} token" if math.isfinite(place) else "")
+        + "; a norm with running statistics would make the others {0:.3g} times too small"
+    )
+    hit = {site: 1 / math.sqrt(max(value, 1e-38)) for site, value in hit.items()}
+    return check.findings(recording, hit, message, "leave these norms as they are: convert(..., where=)")
+
+
 def gradient_spikes(check: Check, recording: Recording) -> list[Finding]:
     """Find single gradients far above the median."""
     series = recording.of("gradient_norm").get("")
@@ -316,8 +327,8 @@ def batch_length(check: Check, recording: Recording) -> list[Finding]:
         return []  # the source's length gives the target's away already, or all lengths are alike
     hit = {}
     for site, norm in recording.norms().items():
-        quantity = "length_share_quadratic" if freezes_quadratic_means(norm) else "length_share"
-        if relies_on_batch(norm) and (share := recording.middle(quantity, site)) > LIMITS["length_share"]:
+        quantity = "length_share_quadratic" if traits(norm).quadratic else "length_share"
+        if traits(norm).relies_on_batch and (share := recording.middle(quantity, site)) > LIMITS["length_share"]:
             hit[site] = share
     message = (
         "statistics carry the length of the batch, which explains up to {percent:.0f} % of their variance between"
@@ -358,11 +369,15 @@ def _first(series: Series, is_bad: Callable[[float], bool]) -> int:
 def _where(sites: Collection[str], recording: Recording) -> str:
     """Name sites in few words: all norms, or a list."""
     norms = recording.norms()
-    return f"all {len(norms)} norms" if len(norms) > 2 and set(norms) <= set(sites) else format_sites(sites)
+    return f"all {len(norms)} norms" if len(norms) > 2 and set(norms) <= set(sites) else listed(sites)
 
 
-def _any(norm: str) -> bool:
+def _any(norm: Traits) -> bool:
     return True
+
+
+def _of_batches(norm: Traits) -> bool:
+    return norm.batch
 
 
 CHECKS = (
@@ -377,32 +392,28 @@ CHECKS = (
     Check("warm-up", by_site(
         0, "so far trained with each batch's own statistics, and for at least {0:.0f} more steps; evaluation uses the"
         " running ones", "train longer than that, or give a shorter warmup=", number=last),
-        "warmup_left", warms_up),
-    Check("padding", padding, "padding", keeps_batch_statistics, how=MASK, instead="mask_length"),
+        "warmup_left", lambda norm: norm.warms_up),
+    Check("padding", padding, "padding", _of_batches, how=MASK, instead="mask_length"),
     Check("tiny batches", by_site(
         LIMITS["tokens"], "batches of {0:.0f} rows, too few for statistics",
         "larger batches, follow_optimizer, sync=True over processes, or a per-token norm", below=True),
-        "tokens", keeps_batch_statistics),
+        "tokens", _of_batches),
     Check("large tokens", by_site(
         LIMITS["token_share"], "a few tokens are far larger than the others: statistics are those of {percent:.0f} %"
         " of the tokens, and the norm makes the others small",
         "add nk.scale_loss to the loss (papers train --scale-loss 0.1), or use a per-token norm there", below=True),
-        "token_share", keeps_batch_statistics),
-    Check("outlier tokens", by_site(
-        LIMITS["typical_token"], "a few tokens are far larger than the others, often the first of each sequence: the"
-        " mean square of most is {percent:.2g} % of the average, by which a norm with running statistics would divide",
-        "leave these norms as they are: convert(..., where=)", below=True),
-        "typical_token", lambda norm: not keeps_batch_statistics(norm)),
+        "token_share", _of_batches),
+    Check("outlier tokens", outlier_tokens, "typical_token", lambda norm: not norm.batch),
     Check("evaluation", evaluation, "gap_batch",
-          lambda norm: keeps_batch_statistics(norm) and not (freezes_quadratic_means(norm) or UNTRACKED in norm),
-          steps=LIMITS["steps"]),
-    Check("evaluation", evaluation, "gap_quadratic", freezes_quadratic_means, steps=LIMITS["steps"]),
-    Check("batch length", batch_length, "length_share length_share_quadratic", relies_on_batch, 6, LIMITS["steps"]),
-    Check("nu", nu, "nu Gamma Gamma_bound", lambda norm: norm_class(norm)[0] is PowerNorm, 2),
+          lambda norm: norm.batch and norm.tracks and not norm.quadratic, steps=LIMITS["steps"]),
+    Check("evaluation", evaluation, "gap_quadratic", lambda norm: norm.quadratic, steps=LIMITS["steps"]),
+    Check("batch length", batch_length, "length_share length_share_quadratic",
+          lambda norm: norm.relies_on_batch, 6, LIMITS["steps"]),
+    Check("nu", nu, "nu Gamma Gamma_bound", lambda norm: norm.kind is PowerNorm, 2),
     Check("filtered", by_site(
         LIMITS["filtered_rate"], "UN filters {percent:.0f} % of steps: it is PN-V now",
         'threshold="scalar", a longer window, or outlier_filtration=False', number=last),
-        "filtered_rate", lambda norm: norm_class(norm)[1].get("outlier_filtration") is True),
+        "filtered_rate", lambda norm: norm.options.get("outlier_filtration") is True),
 )  # fmt: skip
 
 
@@ -454,7 +465,7 @@ def _judged(check: Check, recording: Recording) -> list[str]:
     norms = recording.norms()
     if check.judges is None or not norms:
         return [""]
-    return [site for site, norm in norms.items() if check.judges(norm)]
+    return [site for site, norm in norms.items() if check.judges(traits(norm))]
 
 
 def _missing(check: Check, recording: Recording) -> dict[str, tuple[str, ...]]:

@@ -116,6 +116,9 @@ QUANTITIES: dict[str, Quantity] = {
         "share of tokens that mean squares effectively average over: mean(e)^2 / mean(e^2), e a token's mean square",
         "normkit", "token_share"),
     "typical_token": Quantity("median over mean of the tokens' mean squares", "normkit", "typical_token"),
+    "largest_token": Quantity(
+        "root mean square of the largest token over that of the median token", "normkit", "largest_token"),
+    "largest_token_place": Quantity("its position in its sequence, from 0", "normkit", "largest_token_place"),
     # the learned scale
     **{
         f"gamma_over_psi_{name}": Quantity(

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from normkit.models.masks import unfit_length
 from normkit.norms import Norm
 from normkit.watch.collect import Fields, LossMeter, Memory, Moments, Sample, evaluate, gather, gather_gradient, moments
 from normkit.watch.quantities import choose
-from normkit.watch.row_files import Rows, Sink, drop_after
+from normkit.watch.row_files import Rows, Sink
 from normkit.watch.sites import Padding, Site, sites
 
 BACKWARD = {"g_mu", "g_sigma2", "g_psi2", "dx_square", "dy_square", "channel_g", "window_g"}
@@ -40,7 +39,6 @@ def record(
     loss: Loss = None,
     to: Sink = None,
     keep: int = 200_000,
-    start: int = 0,
 ) -> Iterator[Rows]:
     """Record statistics of the norms of a model while it trains; the training does not change.
 
@@ -57,7 +55,6 @@ def record(
             last step: `lambda: loss`. A model whose output has a `loss`, as in transformers, needs neither.
         to: CSV file that rows are appended to, or a function that takes them; see `Rows`.
         keep: Number of rows held in memory.
-        start: Number of forwards made before, where a run is resumed; later rows in the file are dropped.
 
     Yields:
         The rows recorded so far.
@@ -65,7 +62,7 @@ def record(
     Raises:
         TypeError: if `model` is no `nn.Module`, or `to` neither path nor function.
         ValueError: for an unknown quantity, a value out of range, a model without norms or sharded by FSDP2, or a file
-            `to` that has rows where `start` is 0.
+            `to` that has rows.
 
     Examples:
         >>> import normkit
@@ -75,12 +72,10 @@ def record(
         >>> [(row.step, row.site, row.quantity) for row in rows]
         [(1, '1', 'distance_quadratic'), (2, '1', 'distance_quadratic')]
     """
-    if not start and isinstance(to, str | Path) and Path(to).is_file() and Path(to).stat().st_size:
-        raise ValueError(f"{to} has rows of an earlier run; delete it, name another file, or continue it with start=")
-    recorder = Recorder(model, every, quantities, loss=loss, to=to, keep=keep, start=start)
-    try:  # a damaged file leaves no hooks on the model
-        if start and isinstance(to, str | Path) and recorder.writes:
-            drop_after(Path(to), start)
+    if isinstance(to, str | Path) and Path(to).is_file() and Path(to).stat().st_size:
+        raise ValueError(f"{to} has rows of an earlier run; delete it, or name another file")
+    recorder = Recorder(model, every, quantities, loss=loss, to=to, keep=keep)
+    try:
         recorder.follow()
         yield recorder.rows
     except BaseException:
@@ -93,8 +88,9 @@ def record(
 class Recorder:
     """Hooks on the norms of a model, and the count of steps that decides when they measure.
 
-    Arguments as for `record`. After `follow()` each training forward of the model is a step. A loop that calls only
-    parts of a model calls `begin_step()` before each step and `end_forward()` after it instead.
+    Arguments as for `record`; `start` is the number of steps that a resumed run has behind it. After `follow()` each
+    training forward of the model is a step. A loop that calls only parts of a model calls `begin_step()` before each
+    step and `end_forward()` after it instead.
 
     Attributes:
         rows: The rows recorded so far.
@@ -349,18 +345,8 @@ def _check(model: nn.Module, loss: object, **counts: int) -> None:
     for option, number in counts.items():
         least = 1 if option == "every" else 0
         require(is_int(number) and number >= least, option, number, f"a whole number of at least {least}")
-    ok = loss is None or isinstance(loss, nn.Module) or (callable(loss) and _takes_nothing(loss))
-    require(ok, "loss", loss, "a module, a function without arguments such as `lambda: loss`, or None")
+    allowed = "a module, a function without arguments such as `lambda: loss`, or None"
+    require(loss is None or callable(loss), "loss", loss, allowed)
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
         sharded = "models with sharded parameters (FSDP2) cannot be recorded; DDP ones can"
         raise ValueError(f"{sharded}. Train without recording: --record-every 0")
-
-
-def _takes_nothing(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function).bind()
-    except TypeError:
-        return False
-    except ValueError:  # a builtin may have no signature
-        pass
-    return True

@@ -97,7 +97,6 @@ class Appender:
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is no file; name a file for the rows")
         self.path = path.absolute()  # the program may change its folder
-        self.is_whole = False
         if self._size():
             with open_regular(path) as file:
                 if not file.readline().decode("utf8", "replace").startswith(HEAD):
@@ -108,9 +107,6 @@ class Appender:
 
     def __call__(self, rows: Iterable[Row]) -> None:
         """Append these rows, or none of them."""
-        if not self.is_whole:  # a program that was killed may have left half a line
-            truncate_file(self.path, self._size())
-            self.is_whole = True
         size = self._size()
         try:
             with self.path.open("a", encoding="utf8", newline="") as file:
@@ -128,13 +124,6 @@ def truncate_file(path: Path, size: int | None) -> None:
     else:
         with path.open("r+b") as file:
             file.truncate(file.read(size).rfind(b"\n") + 1)  # after a power cut it may be shorter
-
-
-def drop_after(path: Path, step: int) -> None:
-    """Drop rows after a step from a file; a run that goes on there records them again."""
-    rows = read(path) if path.is_file() and path.stat().st_size else []
-    if any(row.step > step for row in rows):
-        write(path, (row for row in rows if row.step <= step))
 
 
 def to_csv(rows: Iterable[Row], header: bool = True) -> str:

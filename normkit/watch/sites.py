@@ -1,23 +1,19 @@
 """The norms of any model, the names that rows give them, the layout of their inputs, and padding."""
 
 import inspect
-import re
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from normkit._util import escape, truncate
 from normkit.models.convert import is_parametrization
 from normkit.models.masks import fit, is_time_first, real_tokens
 from normkit.models.third_party import CannotRead, is_named_norm, read_norm
 from normkit.norms import NORMS, Norm, StatNorm, options, parse
 
 UNTRACKED = "(track_running_stats=False)"  # follows the class of a BatchNorm that keeps nothing for evaluation
-NUMBERED = re.compile(r"((?:[^.]*\.)*?)(\d+)(|\..*)")  # the name of a site around its first part that is a number
 WRAPPERS = ("DistributedDataParallel", "DataParallel")
 
 
@@ -144,67 +140,33 @@ class Padding:
             self.real.append(args[0] != module.padding_idx)
 
 
-def norm_class(norm: str) -> tuple[type[Norm] | None, dict[str, object]]:
-    """The class (None if not normkit's) and the given options of a norm that rows name."""
+class Traits(NamedTuple):
+    """What follows from the name of a norm in rows."""
+
+    kind: type[Norm] | None  # its class in normkit
+    options: dict[str, object]
+    batch: bool  # it divides by statistics of batches
+    quadratic: bool = False  # those that it freezes are quadratic means alone
+    warms_up: bool = False  # it starts with the statistics of each batch
+    tracks: bool = True  # it freezes statistics for evaluation
+
+    @property
+    def relies_on_batch(self) -> bool:
+        """It trains with each batch's own statistics, and freezes others."""
+        return self.batch and self.tracks and not self.warms_up
+
+
+def traits(norm: str) -> Traits:
+    """Return what follows from the name of a norm in rows.
+
+    >>> traits("un(window=2)").quadratic, traits("BatchNorm2d").batch, traits("layer").batch
+    (True, True, False)
+    """
     try:
         name, given = parse(norm)
     except (ValueError, TypeError):
-        return None, {}
-    return NORMS[name], given
-
-
-def keeps_batch_statistics(norm: str) -> bool:
-    """Return True if a norm, as rows name it, divides by statistics of batches.
-
-    >>> [keeps_batch_statistics(norm) for norm in ("un(window=2)", "layer", "BatchNorm2d", "FrozenBatchNorm2d")]
-    [True, False, True, False]
-    """
-    kind, _ = norm_class(norm)
-    return "BatchNorm" in norm and "Frozen" not in norm if kind is None else issubclass(kind, StatNorm)
-
-
-def freezes_quadratic_means(norm: str) -> bool:
-    """Return True if the frozen batch statistics of a norm are quadratic means alone.
-
-    >>> [freezes_quadratic_means(norm) for norm in ("un(window=2)", "batch", "BatchNorm2d", "layer")]
-    [True, False, False, False]
-    """
-    kind, _ = norm_class(norm)
-    return kind is not None and issubclass(kind, StatNorm) and not kind.center
-
-
-def relies_on_batch(norm: str) -> bool:
-    """Return True if a norm trains with each batch's own statistics, and freezes others.
-
-    >>> [relies_on_batch(norm) for norm in ("batch", "pnv", "BatchNorm2d", "un", "layer")]
-    [True, True, True, False, False]
-    """
-    return keeps_batch_statistics(norm) and not warms_up(norm) and UNTRACKED not in norm
-
-
-def warms_up(norm: str) -> bool:
-    """Return True if a norm starts with the statistics of each batch, for `warmup` steps."""
-    kind, _ = norm_class(norm)
-    return kind is not None and issubclass(kind, StatNorm) and "warmup" in options(parse(norm)[0])
-
-
-def format_sites(sites: Iterable[str]) -> str:
-    """List sites in few words: numbered neighbours as a range, at most six entries.
-
-    >>> format_sites(["layers.4.norm1", "layers.5.norm1", "layers.6.norm1", "final_norm"])
-    'layers.4-6.norm1, final_norm'
-    """
-    ranges: list[tuple[str, str, list[int]]] = []  # what is before and after the number, and the numbers
-    plain: list[str] = []
-    for site in map(escape, sites):
-        if (match := NUMBERED.fullmatch(site)) is None:
-            plain.append(site or "the model")
-            continue
-        head, number, tail = match[1], int(match[2]), match[3]
-        neighbours = [known for h, t, known in ranges if (h, t, known[-1] + 1) == (head, tail, number)]
-        if neighbours:
-            neighbours[0].append(number)
-        else:
-            ranges.append((head, tail, [number]))
-    shown = [f"{head}{n[0]}{tail}" if len(n) == 1 else f"{head}{n[0]}-{n[-1]}{tail}" for head, tail, n in ranges]
-    return ", ".join(truncate([*shown, *plain]))
+        return Traits(None, {}, "BatchNorm" in norm and "Frozen" not in norm, tracks=UNTRACKED not in norm)
+    kind = NORMS[name]
+    if not issubclass(kind, StatNorm):
+        return Traits(kind, given, False)
+    return Traits(kind, given, True, not kind.center, "warmup" in options(name))

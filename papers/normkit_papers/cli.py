@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from normkit._util import align, escape, pick, truncate
+from normkit._util import align, escape, pick, require, truncate
 
 Scale = Literal["pocket", "gpu", "paper"]
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -58,22 +58,15 @@ def demo(
     return _failed(status)
 
 
-def list_() -> int:
-    """List the recipes of `papers train` with what each trains, and if this machine can run it."""
-    from normkit_papers.studies.catalogue import recipe_rows
-
-    return _list(recipe_rows())
-
-
 def train(arguments: list[str]) -> int:
-    """Train a recipe; every setting of a run is a flag: papers train RECIPE [--SETTING VALUE ...]."""
+    """Train a recipe; every setting of a run is a flag. Without a recipe, list all, and which can run here."""
     from normkit_papers.recipes import RECIPES
+    from normkit_papers.studies.catalogue import recipe_rows
     from normkit_papers.study import warm
 
     if not arguments or arguments[0].startswith("-"):
         _write("usage: papers train RECIPE [--steps N] [--model.norm SPEC] [--import MODULE] [--SETTING VALUE ...]\n")
-        list_()
-        return 0 if arguments else BAD_INPUT
+        return _list(recipe_rows())
     recipe = pick(RECIPES, arguments[0], "recipe")
     default = recipe()
 
@@ -90,8 +83,7 @@ def train(arguments: list[str]) -> int:
     given = tyro.cli(Given, args=arguments[1:], prog=f"papers train {arguments[0]}", default=Given(default),
                      description=recipe.description)  # fmt: skip
     run, folder = warm(given.run, automatic=True), given.out or Path("runs") / given.run.name
-    if given.seeds < 1:
-        raise ValueError(f"--seeds must be at least 1; got {given.seeds}")
+    require(given.seeds > 0, "--seeds", given.seeds, "at least 1")
     runs = {folder: run}
     if given.seeds > 1:
         numbers = range(run.seed, run.seed + given.seeds)
@@ -211,8 +203,8 @@ def _run_studies(names: Sequence[str], only: Sequence[str], how: How) -> int:
     from normkit_papers.study import expand
     from normkit_papers.study import seeds as seeds_of
 
-    if how.processes < 1 or (how.seeds is not None and how.seeds < 1):
-        raise ValueError(f"--processes and --seeds must be at least 1; got {how.processes} and {how.seeds}")
+    for name, count in (("--processes", how.processes), ("--seeds", how.seeds)):
+        require(count is None or count > 0, name, count, "at least 1")
     chosen = [STUDIES[name] for name in names]
     plan = runner.plan(chosen, how.scale, how.out, how.seeds, only)
     _write(f"{len(plan.todo)} runs to train, {plan.finished} finished before")
@@ -240,7 +232,7 @@ def _write_table(made: Any) -> None:
     from normkit_papers.studies import table
 
     _write(table.text(made))
-    if made.study.id in verdicts.RULES:
+    if made.study.rules:
         verdict, rules = verdicts.judge(made)
         _write("\n".join([f"Verdict: {verdict}.", *(f"  {rule}" for rule in rules)]))
 
@@ -248,34 +240,32 @@ def _write_table(made: Any) -> None:
 def report(
     paths: tyro.conf.Positional[tuple[Path, ...]], figure: str = "", compare: bool = False, out: Path | None = None
 ) -> int:
-    """Make a page of runs, of results in CSV files or of recorded rows; or a figure of the papers; or compare seeds.
+    """Make a page of runs or of recorded rows; or draw a figure of the papers; or compare seeds.
 
     Args:
-        paths: Run folders, or folders with runs inside; CSV files of results; files of rows by `normkit.record`.
+        paths: Run folders, or folders with runs inside; files of rows by `normkit.record`.
         figure: Draw this figure of the papers from the runs, such as pn.figure2; `list` lists all.
-        compare: Compare the first run, or the seeds in a folder, with the others, and make no page.
+        compare: Print the table of the runs, with intervals over seeds, and make no page.
         out: File of the page; report.html beside the first path, or NAME.html of a figure, by default.
     """
     from normkit_papers import figures, results
-    from normkit_papers.report import page
+    from normkit_papers.report import page, summary
 
     if figure == "list":
-        _write(align([[name, each.about, f"needs {each.needs}"] for name, each in figures.FIGURES.items()]))
+        _write(align([[name, figures.title(name)] for name in figures.FIGURES]))
         return 0
     if not paths:
         raise ValueError("no path is given; try `papers report runs/demo`")
     if compare:
-        from normkit_papers.report.compare import compare as compared
-
-        _write("\n\n".join(compared(paths)))
+        _write(summary.text(results.find(paths)))
         return 0
     if figure:
         drawn, left_out = figures.draw(figure, results.find(paths))
-        made = page.Page(f"{figure}: {figures.FIGURES[figure].about}")
+        made = page.Page(f"{figure}: {figures.title(figure)}")
         made.chart(drawn)
         _write(f"figure: {made.write(out or Path(f'{figure}.html'))}")
         if left_out:
-            _write(f"not in it, which needs {figures.FIGURES[figure].needs}: {', '.join(truncate(left_out))}")
+            _write(f"not in it, as they lack what it shows: {', '.join(truncate(left_out))}")
         return 0
     folder = paths[0] if paths[0].is_dir() else paths[0].parent
     made = page.make(paths, f"Report of {', '.join(path.name or str(path) for path in paths)}")
@@ -345,7 +335,7 @@ def remove_norms(arguments: list[str]) -> int:
         resume: bool = False
         """Continue an interrupted removal with the same settings."""
 
-    given = _parse(Given, arguments, "remove-norms", description=remove_norms.__doc__)
+    given = _parse(Given, arguments, "papers use remove-norms", description=remove_norms.__doc__)
     removal, scores = remove_norms_of_run(
         given.run, given.out, given.settings, resume=given.resume, on_progress=Progress()
     )
@@ -355,20 +345,16 @@ def remove_norms(arguments: list[str]) -> int:
 
 
 def use(arguments: list[str]) -> int:
-    """Use a trained run: translate lines, fold its norms, calibrate its statistics."""
-    return _dispatch({"translate": translate, "fold": fold, "calibrate": calibrate}, arguments, "papers use")
+    """Use a trained run: translate lines, fold its norms, calibrate its statistics, remove its norms."""
+    return _dispatch(USES, arguments, "papers use")
 
 
+USES: dict[str, Callable[..., int]] = {
+    "translate": translate, "fold": fold, "calibrate": calibrate, "remove-norms": remove_norms,
+}  # fmt: skip
 COMMANDS: dict[str, Callable[..., int]] = {
-    "demo": demo,
-    "list": list_,
-    "train": train,
-    "study": study,
-    "reproduce": reproduce,
-    "report": report,
-    "use": use,
-    "remove-norms": remove_norms,
-}
+    "demo": demo, "train": train, "study": study, "reproduce": reproduce, "report": report, "use": use,
+}  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -418,12 +404,12 @@ def _dispatch(commands: Mapping[str, Callable[..., int]], arguments: list[str], 
     command = pick(commands, arguments[0], "command")
     if command in (train, use, remove_norms):
         return command(arguments[1:])
-    return _parse(command, arguments[1:], f"{prog} {arguments[0]}".removeprefix("papers "))
+    return _parse(command, arguments[1:], f"{prog} {arguments[0]}")
 
 
-def _parse(what: Any, arguments: list[str], name: str, **more: Any) -> Any:
+def _parse(what: Any, arguments: list[str], prog: str, **more: Any) -> Any:
     """Call a function, or make settings, with arguments of the command line."""
-    return tyro.cli(what, args=arguments, prog=f"papers {name}", config=(tyro.conf.FlagCreatePairsOff,), **more)
+    return tyro.cli(what, args=arguments, prog=prog, config=(tyro.conf.FlagCreatePairsOff,), **more)
 
 
 _command_line: list[str] = []

@@ -3,7 +3,7 @@
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from normkit._util import pick
 from normkit.norms import make
@@ -20,9 +20,10 @@ from normkit_papers.report.recorded import (
     recorded,
     short,
     with_quantities,
-)
+)  # fmt: skip
 from normkit_papers.report.settings import Results, job
-from normkit_papers.tasks import METRICS
+from normkit_papers.studies.catalogue import STUDIES
+from normkit_papers.tasks import METRICS, Metric
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -79,24 +80,23 @@ def _first_norms(*grid: dict[str, tuple[str, ...]]) -> Callable[[Runs], Drawn]:
 
 def _by_batch_size(runs: Runs) -> Drawn:
     """Draw a line for each norm; the runs are those of one data set."""
-    for metric in METRICS:
-        for data in dict.fromkeys(job(run.result) for run in runs):
-            lines: dict[str, dict[int, list[float]]] = {}
-            used = []
-            for run in runs:
-                value = (run.result["scores"].get("running") or {}).get(metric.key)
-                if value is not None and run.settings.get("batch_tokens") and job(run.result) == data:
-                    sizes = lines.setdefault(str(run.settings["model"]["norm"]), {})
-                    sizes.setdefault(run.settings["batch_tokens"], []).append(value)
-                    used.append(run)
-            if any(len(sizes) > 1 for sizes in lines.values()):
-                figure = panels(1, 1)
-                for number, (norm, sizes) in enumerate(lines.items()):
-                    points = [(size, statistics.fmean(sizes[size])) for size in sorted(sizes)]
-                    add_line(figure, points, norm, number, mode="lines+markers")
-                figure.update_xaxes(type="log", title="batch size (tokens in each batch)")
-                figure.update_yaxes(title=metric.name)
-                return figure, used
+    lines: dict[tuple[Metric, tuple[str, str]], dict[str, dict[int, list[Recorded]]]] = {}
+    for run in runs:
+        for metric in METRICS:
+            if metric.key in (run.result["scores"].get("running") or {}) and run.settings.get("batch_tokens"):
+                norms = lines.setdefault((metric, job(run.result)), {})
+                sizes = norms.setdefault(str(run.settings["model"]["norm"]), {})
+                sizes.setdefault(run.settings["batch_tokens"], []).append(run)
+    for (metric, _), norms in sorted(lines.items(), key=lambda item: METRICS.index(item[0][0])):
+        if any(len(sizes) > 1 for sizes in norms.values()):
+            figure = panels(1, 1)
+            for number, (norm, sizes) in enumerate(norms.items()):
+                means = {size: statistics.fmean(run.result["scores"]["running"][metric.key] for run in members)
+                         for size, members in sorted(sizes.items())}  # fmt: skip
+                add_line(figure, means.items(), norm, number, mode="lines+markers")
+            figure.update_xaxes(type="log", title="batch size (tokens in each batch)")
+            figure.update_yaxes(title=metric.name)
+            return figure, [run for sizes in norms.values() for members in sizes.values() for run in members]
     raise ValueError(
         "none of these norms was trained and scored with two sizes of batch on one data set; run "
         "`papers study pn.figure5`, or `papers train` with several --batch-tokens"
@@ -104,24 +104,19 @@ def _by_batch_size(runs: Runs) -> Drawn:
 
 
 def _singular_values(runs: Runs) -> Drawn:
-    figure, used = panels(1, 1), list[Recorded]()
-    for run in runs:
-        sites: dict[str, dict[int, float]] = {}
+    """Draw a line for each run: the values of its first embedding."""
+    runs = with_quantities(runs, "singular_value[0]")
+    figure = panels(1, 1)
+    for number, run in enumerate(runs):
+        site, line = next(iter(run.recording.of("singular_value[0]"))), list[tuple[float, float]]()
         for quantity, series in run.recording.quantities.items():
-            if match := re.fullmatch(r"singular_value\[(\d+)\]", quantity):
-                for site, each in series.items():
-                    if points := each.points():
-                        sites.setdefault(site, {})[int(match[1])] = points[-1][1]
-        if sites:
-            line = next(iter(sites.values()))
-            top = max(line.values()) or 1.0
-            add_line(figure, [(place, line[place] / top) for place in sorted(line)], run.label, len(used))
-            used.append(run)
-    if not used:
-        raise ValueError("none of these runs recorded singular_value[i], which are taken at the end of a run")
+            if (match := re.fullmatch(r"singular_value\[(\d+)\]", quantity)) and site in series:
+                line.append((int(match[1]), series[site].points()[-1][1]))
+        top = max(value for _, value in line) or 1.0
+        add_line(figure, [(index, value / top) for index, value in sorted(line)], run.label, number)
     figure.update_xaxes(title="index of the singular value")
     figure.update_yaxes(title="normalized singular value", range=[0, 1.02])
-    return figure, used
+    return figure, runs
 
 
 def _gamma_over_psi(runs: Runs) -> Drawn:
@@ -140,30 +135,6 @@ def _gamma_over_psi(runs: Runs) -> Drawn:
 
 
 # -- Transformers without Tears ---------------------------------------------------------------------------------------
-
-
-def _validation(run: Recorded, key: str) -> list[tuple[float, float]]:
-    return [(point["step"], point[key]) for point in run.result["valid"] if key in point]
-
-
-def _validated_by(runs: Runs) -> tuple[str, str]:
-    """The score that validated these runs, at least twice, and its title; else ValueError."""
-    for key, title in VALIDATED.items():
-        if any(len(_validation(run, key)) > 1 for run in runs):
-            return key, title
-    raise ValueError("none of these runs was validated twice; train with --valid-every")
-
-
-def _validations(runs: Runs) -> Drawn:
-    key, title = _validated_by(runs)
-    figure, used = panels(1, 1), list[Recorded]()
-    for run in runs:
-        if points := _validation(run, key):
-            add_line(figure, points, run.label, len(used), mode="lines+markers")
-            used.append(run)
-    figure.update_xaxes(title="step")
-    figure.update_yaxes(title=title)
-    return figure, used
 
 
 def _gradient_norms(runs: Runs) -> Drawn:
@@ -228,25 +199,32 @@ def _place(site: str) -> tuple[str, int] | None:
 # -- Unified Normalization --------------------------------------------------------------------------------------------
 
 
-def _validations_by_task(runs: Runs) -> Drawn:
-    """Draw runs that keep norms with dashed lines."""
-    tasks: dict[tuple[str, str], list[Recorded]] = {}
-    for run in runs:
-        if len(run.result["valid"]) > 1:
-            tasks.setdefault(job(run.result), []).append(run)
-    _validated_by(runs)
-    titles = [f"{' on '.join(task)}; dashed: norms stay at inference" for task in tasks]
-    figure, used = panels(1, len(tasks), titles), list[Recorded]()
-    for column, members in enumerate(tasks.values(), 1):
-        key, title = _validated_by(members)
-        for number, run in enumerate(members):
-            if points := _validation(run, key):
-                line = {"color": COLOURS[number % len(COLOURS)], "dash": "solid" if folds_away(run) else "dash"}
-                add_line(figure, points, run.label, number, column=column, line=line)
-                used.append(run)
-        figure.update_xaxes(title="step", col=column)
-        figure.update_yaxes(title=title, col=column)
-    return figure, used
+def _validations(dashed: bool) -> Callable[[Runs], Drawn]:
+    """Draw scores on the validation split, a panel for each task; with `dashed`, runs that keep norms are dashed."""
+
+    def draw(runs: Runs) -> Drawn:
+        tasks: dict[tuple[str, str], list[Recorded]] = {}
+        for run in runs:
+            if len(run.result["valid"]) > 1:
+                tasks.setdefault(job(run.result), []).append(run)
+        if not tasks:
+            raise ValueError("none of these runs was validated twice; train with --valid-every")
+        note = "; dashed: norms stay at inference" * dashed
+        figure = panels(1, len(tasks), [f"{' on '.join(task)}{note}" for task in tasks])
+        for column, members in enumerate(tasks.values(), 1):
+            every = [point for run in members for point in run.result["valid"]]
+            key = next(key for key in VALIDATED if any(key in point for point in every))
+            for number, run in enumerate(members):
+                points = [(point["step"], point[key]) for point in run.result["valid"] if key in point]
+                style = {"color": COLOURS[number % len(COLOURS)], "dash": "solid" if folds_away(run) else "dash"}
+                more = {"line": style} if dashed else {"mode": "lines+markers"}
+                if points:
+                    add_line(figure, points, run.label, number, column=column, **more)
+            figure.update_xaxes(title="step", col=column)
+            figure.update_yaxes(title=VALIDATED[key], col=column)
+        return figure, [run for members in tasks.values() for run in members]
+
+    return draw
 
 
 def folds_away(run: Recorded) -> bool:
@@ -354,41 +332,34 @@ def _pnac_by_depth(runs: Runs) -> Drawn:
     return figure, [run]
 
 
-class Drawing(NamedTuple):
-    """A figure: the function that draws it, its content, and the quantities that it needs."""
+FIGURES: dict[str, Callable[[Runs], Drawn]] = {
+    "pn.figure2": _first_norms({"distance_mean": BATCH_NORMS, "distance_var": BATCH_NORMS}),
+    "pn.figure3": _first_norms({"g_mu": BATCH_NORMS, "g_sigma2": BATCH_NORMS}),
+    "pn.figure4": _first_norms(
+        {"distance_var": BATCH_NORMS, "g_sigma2": BATCH_NORMS}, {"distance_quadratic": ("pnv",), "g_psi2": ("pnv",)}
+    ),
+    "pn.figure5": _by_batch_size,
+    "pn.figure6": _singular_values,
+    "pn.figure7": _gamma_over_psi,
+    "tears.figure1": _validations(dashed=False),
+    "tears.figure2": _gradient_norms,
+    "tears.figure3": _learned_g,
+    "tears.figure4": _learned_g_by_smoothing,
+    "un.figure1": _validations(dashed=True),
+    "un.figure3": _pnac,
+    "un.figure4": _one_channel,
+    "un.figure5": _filtered,
+    "un.figure6": _similarity,
+    "un.figure7": _pnac_by_depth,
+}
+"""By name, as of a study; what draws it from runs."""
 
-    draw: Callable[[Runs], Drawn]
-    about: str
-    needs: str
 
-
-_VALID, _ALL = "two validations (--valid-every)", "pnac_activation pnac_gradient (--quantities all)"
-FIGURES: dict[str, Drawing] = {
-    "pn.figure2": Drawing(_first_norms({"distance_mean": BATCH_NORMS, "distance_var": BATCH_NORMS}),
-                          "distance of batch and running statistics, first BatchNorm", "distance_mean distance_var"),
-    "pn.figure3": Drawing(_first_norms({"g_mu": BATCH_NORMS, "g_sigma2": BATCH_NORMS}),
-                          "gradient through mean and variance, first BatchNorm", "g_mu g_sigma2"),
-    "pn.figure4": Drawing(_first_norms({"distance_var": BATCH_NORMS, "g_sigma2": BATCH_NORMS},
-                                       {"distance_quadratic": ("pnv",), "g_psi2": ("pnv",)}),
-                          "variance of BatchNorm against quadratic mean of PN-V",
-                          "distance_var distance_quadratic g_sigma2 g_psi2"),
-    "pn.figure5": Drawing(_by_batch_size, "score by batch size", "scores of two sizes of batch (--batch-tokens)"),
-    "pn.figure6": Drawing(_singular_values, "singular values of the embedding after training, the largest being 1",
-                          "singular_value[i]"),
-    "pn.figure7": Drawing(_gamma_over_psi, "spread of gamma over psi_B by layer at the end of training; Lemma 2 holds "
-                          "up to 1", " ".join(QUARTILES)),
-    "tears.figure1": Drawing(_validations, "score on the validation split while training", _VALID),
-    "tears.figure2": Drawing(_gradient_norms, "norm of the whole gradient while training", "gradient_norm"),
-    "tears.figure3": Drawing(_learned_g, "learned g by depth and kind of sublayer", "learned_g"),
-    "tears.figure4": Drawing(_learned_g_by_smoothing, "learned g with and without label smoothing", "learned_g"),
-    "un.figure1": Drawing(_validations_by_task, "score on the validation split by norm, a panel a task", _VALID),
-    "un.figure3": Drawing(_pnac, "channels whose statistics look normal, averaged over layers", _ALL),
-    "un.figure4": Drawing(_one_channel, "statistics of one channel in three layers, and their means over a window",
-                          "channel_activation and channel_gradient with _am and _gm"),
-    "un.figure5": Drawing(_filtered, "steps that outlier filtration has dropped, by layer", "filtered"),
-    "un.figure6": Drawing(_similarity, "similarity (CKA) of the layers of two models", "cka"),
-    "un.figure7": Drawing(_pnac_by_depth, "channels that look normal, by layer and part of training", _ALL),
-}  # fmt: skip
+def title(name: str) -> str:
+    """What a figure shows: the title of its study; Figure 7 of UN has none, as it is drawn from any run."""
+    if name == "un.figure7":
+        return "PNAC by layer, at the beginning and at the end of training"
+    return STUDIES[name].title
 
 
 def draw(name: str, results: Results) -> "tuple[Figure, list[str]]":
@@ -407,7 +378,7 @@ def draw(name: str, results: Results) -> "tuple[Figure, list[str]]":
     drawing = pick(FIGURES, name, "figure")
     try:
         runs = recorded(results)
-        figure, used = drawing.draw(runs)
+        figure, used = drawing(runs)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     shown = {id(run.result) for run in used}

@@ -95,18 +95,26 @@ class Row:
         return {self.label, spec, parse(spec)[0]}
 
 
-def columns(base: Bases, metrics: Mapping[str, str]) -> tuple[Column, ...]:
-    """Columns of the same runs: metrics by title."""
-    return tuple(Column(title, metric, base) for title, metric in metrics.items())
+class Rule(NamedTuple):
+    """What the paper claims of a row: it is better than another by at least `by`; `report.verdicts` judges it.
 
-
-def norm_rows(*specs: str) -> tuple[Row, ...]:
-    """Rows that differ in their norm alone.
-
-    >>> [row.label for row in norm_rows("layer", "un(warmup='auto')")]
-    ['layer', 'un(warmup=auto)']
+    Attributes:
+        row: Label of the row; "ROW @ COLUMN" takes its number from that column instead.
+        than: Label of the other row; empty to compare the number itself with `by`.
+        columns: Titles of the columns, in each of which the rule must hold; empty for all in which both rows ran.
+        by: Least difference, in units of the metric; below 0, the row may be worse by this much.
+        mean: The rule is about the mean over the columns.
+        fails: The row diverges, or its score is below 0.6 of the best row's.
+        raw: Larger counts, whether or not it is better.
     """
-    return tuple(Row(spec.replace("'", ""), {"model.norm": spec}) for spec in specs)
+
+    row: str
+    than: str = ""
+    columns: tuple[str, ...] = ()
+    by: float = 0.0
+    mean: bool = False
+    fails: bool = False
+    raw: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,6 +130,7 @@ class Study:
         note: Differences between our runs and the paper's at every scale.
         seeds: Runs of each cell, unless the command gives another number.
         script: Command that measures the study's numbers, for a study without runs of its own.
+        rules: What decides whether our results agree with the claim.
 
     >>> from normkit_papers.recipes import RECIPES
     >>> base = {"pocket": Base("toy", RECIPES["g2p_cmudict"], {"steps": 10})}
@@ -139,6 +148,7 @@ class Study:
     note: str = ""
     seeds: int = 1
     script: str = ""
+    rules: tuple[Rule, ...] = ()
 
     def __post_init__(self):
         for column in self.columns:

@@ -43,10 +43,6 @@ class TaskSpec:
     """`(run, on_stage) -> reader`: checks that the data exists; calling the reader reads it."""
     metrics: tuple[Metric, ...]
     """The first one decides comparisons."""
-    decided_by: Literal["running", "beam"] = "running"
-    """Kind of scores that decides comparisons: greedy search or no search with running statistics, or beam search."""
-    unit: Literal["tokens", "images"] = "tokens"
-    """Unit of `batch_tokens` and of speed."""
     part: str = ""
     """Submodule that contains the norms; empty for the whole model."""
 
@@ -62,11 +58,11 @@ class TaskSpec:
 TASKS: dict[str, TaskSpec] = {
     "g2p": TaskSpec(
         module="translation:Translation", model="build:seq2seq",
-        data="source:sequences", metrics=(PER,), decided_by="beam",
+        data="source:sequences", metrics=(PER,),
     ),
     "mt": TaskSpec(
         module="translation:MachineTranslation", model="build:seq2seq",
-        data="source:corpus", metrics=(BLEU,), decided_by="beam",
+        data="source:corpus", metrics=(BLEU,),
     ),
     "lm": TaskSpec(
         module="language:Language", model="build:language_model",
@@ -74,15 +70,15 @@ TASKS: dict[str, TaskSpec] = {
     ),
     "digits": TaskSpec(
         module="images:Classification", model="build:digit_classifier",
-        data="source:sequences", metrics=(ACCURACY,), unit="images",
+        data="source:sequences", metrics=(ACCURACY,),
     ),
     "images": TaskSpec(
         module="images:ImageClassification", model="build:image_classifier",
-        data="source:images", metrics=(ACCURACY,), unit="images",
+        data="source:images", metrics=(ACCURACY,),
     ),
     "detection": TaskSpec(
         module="detection:Detection", model="build:object_detector",
-        data="source:annotated_images", metrics=(BOX_AP, MASK_AP), unit="images", part="backbone",
+        data="source:annotated_images", metrics=(BOX_AP, MASK_AP), part="backbone",
     ),
 }  # fmt: skip
 """By name, as in `Run.task`."""
@@ -100,12 +96,3 @@ def perplexity(loss: float) -> float:
     (1.0, True)
     """
     return math.exp(min(loss, 700.0))
-
-
-def unit(task: str) -> str:
-    """Return the unit of speed of a task, also for result files with an unknown task.
-
-    >>> unit("digits"), unit("of a later version")
-    ('images', 'tokens')
-    """
-    return TASKS[task].unit if task in TASKS else "tokens"

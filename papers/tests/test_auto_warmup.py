@@ -1,8 +1,6 @@
 """Automatic warm-up ends by drift, at the same step in kernels, graphs and recomputation."""
 
-import contextlib
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ from normkit_papers.study import with_options
 from torch.utils.checkpoint import checkpoint
 
 import normkit as nk
-from normkit.kernels.async_counter import AsyncCounter
 
 SPECS = ("un", "power(groups=0)", "mabn")
 DIM = 16
@@ -95,28 +92,3 @@ def test_norms_with_a_number_and_with_auto_load_each_other(spec):
     train(auto, batches(150, 0)[:20])
     assert int(auto.warmup_end) == 0 < float(auto.lag)
     fixed.load_state_dict(auto.state_dict())
-
-
-def test_on_a_gpu_few_calls_copy_the_counter(monkeypatch):
-    copies = []
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: True))
-    monkeypatch.setattr(torch, "empty_like", lambda counter, **_: copies.append(torch.tensor(0)) or copies[-1])
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    counter = SimpleNamespace(is_cpu=False, is_cuda=True, device="cuda:1", value=0)
-    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source, **_: self.fill_(source.value))
-    known = AsyncCounter(8)
-    assert not any(known.at_least(1, counter) for _ in range(64))
-    assert len(copies) == 4
-    counter.value = 70
-    assert [known.at_least(1, counter) for _ in range(16)] == [False] * 15 + [True]
-    assert known.seen == 70
-    assert [known.at_least(1, counter) for _ in range(64)] == [True] * 64
-    assert len(copies) == 5
-    of_another_state = SimpleNamespace(is_cpu=False, is_cuda=True, device="cuda:1", value=0)
-    assert not known.at_least(1, of_another_state)
-
-
-def test_other_words_raise():
-    with pytest.raises(ValueError, match="warmup"):
-        nk.make('un(warmup="soon")', DIM)

@@ -7,7 +7,6 @@ import lzma
 import pathlib
 import random
 
-import numpy as np
 import pytest
 import torch
 from corpus_files import sentences, write_corpus, write_pairs, write_text
@@ -17,8 +16,7 @@ from normkit_papers.data.corpora import CORPORA, SPLITS, Part, locate, split_of
 from normkit_papers.data.embedded import SOURCES, reader
 from normkit_papers.data.files import read_lines, read_pairs
 from normkit_papers.data.prepare import check, prepare
-from normkit_papers.data.vocab import BOS, EOS, PAD, SPECIAL, UNK, Subwords, Vocab, vocabulary
-from normkit_papers.train.pairs import PairTable
+from normkit_papers.data.vocab import BOS, EOS, SPECIAL, UNK, Subwords, Vocab, vocabulary
 
 SHARED = pathlib.Path(__file__).parents[3] / "shared" / "data"
 _RANDOM = random.Random(0)
@@ -345,19 +343,6 @@ def test_the_order_of_a_seed_stays_as_it_was_for_the_kept_results():
     assert batches[:2] == [[25, 325, 49, 358, 228], [340, 253, 5]]
 
 
-def test_bucketing_leaves_little_padding(words):
-    both = np.array([[len(side) for side in pair] for pair in words.train])
-    sizes = both.sum(1)
-
-    def padding(**how):
-        padded = sum(len(batch) * both[batch].max(0).sum() for batch in batches_of(sizes, 500, **how))
-        return 1 - sizes.sum() / padded
-
-    assert padding(bucketing=True, by=both) < 0.06
-    assert 0.08 < padding(bucketing=True) < 0.12
-    assert padding(bucketing=False) > 0.35
-
-
 def test_batches_resume_at_their_position():
     def make(start=0, stride=1):
         return endless(lambda n: batches_of(SIZES, 60, bucketing=True, epoch=n), tuple, start, stride)
@@ -371,15 +356,6 @@ def test_batches_resume_at_their_position():
         assert found == whole[start::stride][:9], "also as one of several processes"
 
 
-def test_batches_of_pairs_shift_the_target_and_pad():
-    table = PairTable.of([([4, 5, EOS], [6, EOS]), ([4, EOS], [6, 7, EOS])])
-    source, given, target = table.batch([0, 1]).tensors
-    assert source.tolist() == [[4, 5, EOS], [4, EOS, PAD]]
-    assert given.tolist() == [[1, 6, PAD], [1, 6, 7]]
-    assert target.tolist() == [[6, EOS, PAD], [6, 7, EOS]]
-
-
-@pytest.mark.parametrize(("sizes", "tokens", "named"), [([], 10, "examples"), ([1], 0, "token")])
-def test_no_examples_and_no_tokens_raise(sizes, tokens, named):
-    with pytest.raises(ValueError, match=named):
-        batches_of(sizes, tokens, bucketing=True)
+def test_no_examples_raise():
+    with pytest.raises(ValueError, match="examples"):
+        batches_of([], 10, bucketing=True)

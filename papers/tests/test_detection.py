@@ -23,7 +23,7 @@ from normkit_papers.train.detection import Detection, Item, Samples, SceneAugmen
 from normkit_papers.train.fold_run import fold_run
 from normkit_papers.train.folder import Loaded, load, save
 from normkit_papers.train.run import train
-from normkit_papers.train.scores import average_precision, coco_results
+from normkit_papers.train.scores import average_precision, precision_metric
 from normkit_papers.train.weights import start_from
 from third_party_models import randomize
 
@@ -95,11 +95,6 @@ def test_roi_align_is_torchvisions_own_in_pytorch(samples, aligned):
     seed = torch.randn_like(results[0])
     torch.testing.assert_close(*(torch.autograd.grad(y, x, seed)[0] for y in results))
     assert roi_align(x, rois[:0], 0.7, 3, 4, samples, aligned).shape == (0, 3, 3, 4)
-
-
-def test_samples_outside_of_the_image_count_as_zero():
-    rois = torch.tensor([[0.0, -4, -4, 4, 4], [0, 20, 20, 30, 30]])
-    assert roi_align(torch.ones(1, 1, 8, 8), rois, 1.0, 1, 1, 2, False).flatten().tolist() == [0.25, 0]
 
 
 # -- the model -----------------------------------------------------------------------------------------------------
@@ -229,17 +224,18 @@ def test_batches_resume_and_do_not_depend_on_workers(bucketing, tmp_path):
 
 def test_perfect_answers_have_precision_100_and_none_has_0(tmp_path):
     data = find_scenes(str(scene_files.data_set(tmp_path)))().test
-    rows, shifted = [], []
-    for at, scene in enumerate(data.scenes):
-        answer = {"boxes": scene.boxes, "labels": scene.labels, "scores": torch.ones(len(scene.labels)),
-                  "masks": data.masks(at)[:, None].float()}  # fmt: skip
-        rows += coco_results(scene.number, list(data.categories), answer)
-        shifted += coco_results(scene.number, list(data.categories), {**answer, "boxes": scene.boxes + 3.0})
-    perfect = average_precision(data.truth, rows, masks=True)
-    assert perfect["box_ap"] == perfect["mask_ap"] == pytest.approx(100)
-    assert 0 < average_precision(data.truth, shifted, masks=True)["box_ap"] < 90
-    none = average_precision(data.truth, [], masks=False)
-    assert none == dict.fromkeys((name for name in perfect if name.startswith("box")), 0.0)
+    truth = [data.objects(at, masks=True) for at in range(len(data))]
+    perfect = [{**each, "scores": torch.ones(len(each["labels"])), "masks": each["masks"] > 0} for each in truth]
+    shifted = [{**each, "boxes": each["boxes"] + 3.0} for each in perfect]
+    none = [{name: tensor[:0] for name, tensor in each.items()} for each in perfect]
+    found = []
+    for answers in (perfect, shifted, none):
+        metric = precision_metric(masks=True)
+        metric.update(answers, truth)
+        found.append(average_precision(metric))
+    assert found[0]["box_ap"] == found[0]["mask_ap"] == pytest.approx(100)
+    assert 0 < found[1]["box_ap"] < 90
+    assert found[2] == dict.fromkeys(found[0], 0.0)
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------

@@ -11,15 +11,12 @@ import scene_files
 import torch
 from normkit_papers.data.images import (
     Broken,
-    ImageSplit,
     _unpacked,
     decode,
     find_images,
-    image_batches,
     read_images,
 )
 from normkit_papers.data.scenes import ImageFiles, find_scenes, read_scenes
-from normkit_papers.train.scores import average_precision
 from PIL import Image
 
 SHARED = pathlib.Path(__file__).parents[3] / "shared" / "data"
@@ -162,15 +159,6 @@ def test_held_out_images_are_fixed_and_not_trained_on(tmp_path):
         read_images(folder, held_out=24)
 
 
-def test_batches_of_images_are_whole():
-    split = ImageSplit(np.zeros((12, 1, 1, 3), np.uint8), np.zeros(12))
-    first = [batch.tolist() for batch in image_batches(split, 5, seed=3, epoch=1)]
-    assert [len({*batch}) for batch in first] == [5, 5], "an incomplete batch is left out"
-    assert not {*first[0]} & {*first[1]}
-    with pytest.raises(ValueError, match="13 images"):
-        image_batches(split, 13)
-
-
 @pytest.mark.shared
 def test_the_shared_cifar_10_is_the_canonical_one():
     pixels = _unpacked(SHARED / "cifar10" / "test_batch.grad.xz")
@@ -196,19 +184,23 @@ def test_scenes_have_the_boxes_classes_and_masks_of_their_file(tmp_path, given):
     assert found.counts == {"images": 4, "boxes": len(labels)}
     assert found.categories == {3: "box", 7: "bar"}
     for at, scene in enumerate(found.scenes):
-        own = [row for row in labels if row["image_id"] == scene.number]
+        own = [row for row in labels if row["image_id"] == at + 1]
         corners = [[x, y, x + w, y + h] for x, y, w, h in (row["bbox"] for row in own)]
         assert scene.boxes.tolist() == corners
         assert scene.labels.tolist() == [{3: 1, 7: 2}[row["category_id"]] for row in own]
         assert found.image(at).shape == (3, scene.height, scene.width)
-        for mask, (left, top, right, bottom) in zip(found.masks(at), corners, strict=True):
+        for mask, (left, top, right, bottom) in zip(masks(found, at), corners, strict=True):
             expected = torch.zeros_like(mask)
             expected[top:bottom, left:right] = 1
             assert torch.equal(mask, expected)
     scene_files.write(tmp_path / "packed", *given, "train", packed=True)
     packed = read_scenes(tmp_path / "packed" / "train.json.xz", ImageFiles(tmp_path / "packed" / "images.tar"))
-    assert packed.truth == found.truth
+    assert all(map(torch.equal, *(each.objects(1, masks=True).values() for each in (packed, found))))
     assert all(torch.equal(packed.image(n), found.image(n)) for n in range(4))
+
+
+def masks(scenes, at):
+    return scenes.objects(at, masks=True)["masks"]
 
 
 def changed(**changes):
@@ -240,8 +232,6 @@ def test_unusable_boxes_are_counted(what, tmp_path, given):
     found = read(tmp_path, labels, files)
     assert sum(count for name, count in found.counts.items() if name not in ("images", "boxes")) == 1
     assert found.counts["boxes"] == boxes
-    perfect = [{**row, "score": 1.0} for row in found.truth["annotations"]]
-    assert average_precision(found.truth, perfect, masks=False)["box_ap"] == pytest.approx(100)
 
 
 def test_run_lengths_are_the_mask_they_encode(tmp_path, given):
@@ -250,14 +240,14 @@ def test_run_lengths_are_the_mask_they_encode(tmp_path, given):
     labels, files = copy.deepcopy(given)
     plain = read(tmp_path, labels, files)
     row, scene = labels["annotations"][0], plain.scenes[0]
-    flat = plain.masks(0)[0].T.flatten().numpy()  # down the columns
+    flat = masks(plain, 0)[0].T.flatten().numpy()  # down the columns
     ends = [0, *(np.flatnonzero(np.diff(flat)) + 1).tolist(), len(flat)]
     counts = np.diff(ends).tolist()
     size = [scene.height, scene.width]
-    text = mask.encode(np.asfortranarray(plain.masks(0)[0].numpy()))["counts"].decode()
+    text = mask.encode(np.asfortranarray(masks(plain, 0)[0].numpy()))["counts"].decode()
     for outline in ({"size": size, "counts": counts}, {"size": size, "counts": text}):
         row["segmentation"] = outline
-        assert torch.equal(read(tmp_path, labels, files).masks(0), plain.masks(0))
+        assert torch.equal(masks(read(tmp_path, labels, files), 0), masks(plain, 0))
         outline["counts"] = outline["counts"][:-1]
         assert read(tmp_path, labels, files).counts["outlines that cannot be drawn"] == 1
 
@@ -269,9 +259,11 @@ def test_crowds_and_images_without_objects_are_no_mistakes(tmp_path, given):
     labels["annotations"].append({key: crowd[key] for key in crowd if key not in ("segmentation", "area")})
     found = read(tmp_path, labels, files)
     assert (found.counts["images"], found.counts["crowds"]) == (4, 1)
-    assert found.masks(1).shape == (0, 60, 80)
-    crowds = [row for row in found.truth["annotations"] if row["iscrowd"]]
-    assert crowds[0]["segmentation"] == [[0, 5, 64, 5, 64, 14, 0, 14]]
+    assert masks(found, 1).shape == (0, 60, 80)
+    (crowded,) = (at for at, scene in enumerate(found.scenes) if scene.crowds.any())
+    objects = found.objects(crowded, masks=True)
+    assert objects["iscrowd"].tolist() == [*[0] * (len(objects["labels"]) - 1), 1]
+    assert int(objects["masks"][-1].sum()) == 9 * 64 == int(objects["area"][-1]), "its box, inside the image"
     fewer = read(tmp_path, labels, files, empty=False)
     assert (fewer.counts["images"], fewer.counts["images without boxes"]) == (3, 1)
 
@@ -335,4 +327,4 @@ def test_the_small_sets_have_no_unusable_annotations(name, boxes, monkeypatch):
     assert {*data.train.counts, *data.test.counts} <= {"images", "boxes", "crowds", "images without boxes"}
     assert data.train.counts["boxes"] == boxes
     assert data.train.image(0).shape[0] == 3
-    assert data.train.masks(0).shape[0] == len(data.train.scenes[0].labels)
+    assert masks(data.train, 0).shape[0] == len(data.train.scenes[0].labels)

@@ -1,7 +1,5 @@
 """Training on sequence pairs of your own."""
 
-import dataclasses
-
 import pytest
 from corpus_files import write_pairs
 from normkit_papers.data.embedded import reader
@@ -12,7 +10,6 @@ from normkit_papers.train.config import Run
 from normkit_papers.train.fold_run import calibrate_run
 from normkit_papers.train.folder import Loaded
 from normkit_papers.train.run import train
-from normkit_papers.train.source import open_task
 
 
 def test_a_model_of_plain_files_translates_their_lines(tmp_path):
@@ -48,17 +45,3 @@ def test_a_trained_model_is_not_calibrated_on_data_with_other_words(tmp_path):
     for count in (0, 2, 10**12):
         with pytest.raises(ValueError, match=r"batches must be at least 1 and at most the run's 1 steps"):
             calibrate_run(loaded, count)
-
-
-def test_a_short_run_is_calibrated_on_no_more_batches_than_it_was_trained_on(tmp_path):
-    model = Model(width=16, hidden=16, depth=1, heads=2)
-    run = Run(name="toy", task="g2p", data=str(write_pairs(tmp_path)), steps=3, model=model)
-    words = reader(run.data)().vocabularies
-    model = build_model(run.task, run.model, words)
-    tasks = [open_task(Loaded(dataclasses.replace(run, steps=steps), model, words)) for steps in (3, 10_000)]
-    assert [task.calibration_batches for task in tasks] == [3, 200]
-    norms = dataclasses.replace(run, model=dataclasses.replace(run.model, norm="pnv"))
-    loaded = Loaded(norms, build_model(run.task, norms.model, words), words)
-    calibrated, text = calibrate_run(loaded)
-    assert "on 3 training batches" in text
-    assert not calibrated.model.encoder.final_norm.running.equal(loaded.model.encoder.final_norm.running)

@@ -1,5 +1,6 @@
-"""`papers remove-norms`: runs lose their norms, on their own data."""
+"""`papers use remove-norms`: runs lose their norms, on their own data."""
 
+import csv
 import dataclasses
 import json
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from normkit_papers.cli import main
 from normkit_papers.models.config import Model
-from normkit_papers.removal import FILE, Settings, remove_norms_of_run
+from normkit_papers.removal import COSTS, FILE, Settings, remove_norms_of_run
 from normkit_papers.train.config import Run
 from normkit_papers.train.folder import load
 from normkit_papers.train.run import train
@@ -39,7 +40,7 @@ CARRIED = Run(  # other numbers of texts side by side in training, validation an
 )
 def test_a_run_loses_its_norms_and_the_report_compares(loss, settings, norms, tmp_path, capsys):
     train(settings, tmp_path / "run")
-    words = ["remove-norms", tmp_path / "run", "--steps", 4, "--loss", loss, "--out", tmp_path / "out"]
+    words = ["use", "remove-norms", tmp_path / "run", "--steps", 4, "--loss", loss, "--out", tmp_path / "out"]
     assert main([str(word) for word in words]) == 0
     assert f"{norms} of {norms} norms fold away" in capsys.readouterr().out
     folded = load(tmp_path / "out").model
@@ -49,6 +50,20 @@ def test_a_run_loses_its_norms_and_the_report_compares(loss, settings, norms, tm
     stages = ["original", "fitted", "without norms", *(["original, trained likewise"] if loss == "task" else [])]
     assert list(scores) == stages
     assert not (tmp_path / "out" / ".removal").exists()
+
+
+def test_with_a_budget_nothing_is_trained_and_the_costs_are_kept(tmp_path):
+    train(RUN, tmp_path / "run")
+    words = ["use", "remove-norms", tmp_path / "run", "--budget", 0.05, "--out", tmp_path / "out"]
+    assert main([str(word) for word in words]) == 0
+    with (tmp_path / "out" / COSTS).open() as file:
+        costs = list(csv.DictReader(file))
+    assert len(costs) == 7
+    assert {row["unit"] for row in costs} == {"validation loss"}
+    scores = json.loads((tmp_path / "out" / FILE).read_text())["validation loss"]
+    assert scores["without norms"] - scores["original"] <= 0.05 + 1e-6
+    kept = sum(isinstance(module, LayerNorm) for module in load(tmp_path / "out").model.modules())
+    assert kept == sum(row["gone"] == "no" for row in costs)
 
 
 def test_an_interrupted_removal_resumes_to_the_same_weights(tmp_path, monkeypatch):

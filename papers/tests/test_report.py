@@ -1,4 +1,4 @@
-"""Reports: tables of runs, figures of the papers, comparison of seeds, and the page, also in a real browser."""
+"""Reports: tables of runs, figures of the papers, and the page, also in a real browser."""
 
 import math
 import os
@@ -9,10 +9,9 @@ import pytest
 from made_results import result, score, write
 from normkit_papers import figures, results
 from normkit_papers.figures import folds_away
-from normkit_papers.report import compare, page, summary
-from normkit_papers.report.recorded import Recorded, extremes, first_sites, recorded
+from normkit_papers.report import page, summary
+from normkit_papers.report.recorded import Recorded, first_sites, recorded
 from normkit_papers.report.settings import labels
-from normkit_papers.studies import rows
 
 from normkit.watch import Recording, Row, read_run
 
@@ -33,11 +32,7 @@ def runs(tmp_path_factory):
     write(place / "more", result("pnv", 12.9, batch_tokens=1000), QUANTITIES)
     write(place / "smooth", result("un(window=4)", 10.2, label_smoothing=0.0), QUANTITIES)
     write(place / "digits", result("batch", task="digits", data="digits"), QUANTITIES)
-    un = result("un(window=4)", 10.2, calibrated=10.1)
-    un["scores"]["folded"] = score(10.2)
-    un["fold"] = {"foldable": "9 of 10", "max_error": 3e-14, "seconds_trained": 0.2, "seconds_folded": 0.15}
-    un["fold"] |= {"megabytes_trained": 1.6, "megabytes_folded": 1.5, "obstacle": None}
-    write(place / "un", un, QUANTITIES)
+    write(place / "un", result("un(window=4)", 10.2, calibrated=10.1), QUANTITIES)
     extra = [f"500,embedding,,singular_value[{i}],{5 / (i + 1)}" for i in range(9)]
     extra += [f"500,{a}|{b},,cka,{1.0 if a == b else 0.5}" for a in "abc" for b in "abc"]
     with (place / "un" / "rows.csv").open("a") as file:
@@ -58,30 +53,33 @@ def test_labels_name_what_differs_and_not_the_seed():
     }
 
 
+def table(made):
+    """Rows of the table of one task, by label."""
+    (members,) = summary.groups(made).values()
+    head, *lines = summary.cells(members)
+    return {line[0]: dict(zip(head, line, strict=True)) for line in lines}
+
+
 def test_runs_of_several_seeds_are_one_row_with_its_interval():
-    made = {n: result("un", per, seed=n) for n, per in enumerate((31.0, 32.0, 33.0))}
-    (members,) = summary.groups(made).values()
-    lines = summary.cells(members)
-    row = dict(zip(*lines, strict=True))
-    assert (row["norm"], row["seeds"], row["PER greedy"]) == ("un", "3", "32.0 ± 2.5")
-    assert not row.keys() & {"status", "folds", "greedy, folded"}, "columns that say nothing"
-    made[3] = result("un", seed=3, status="diverged at step 7")
-    (members,) = summary.groups(made).values()
-    assert dict(zip(*summary.cells(members), strict=True))["status"] == "1 of 4 diverged at step 7"
+    made = {
+        (name, n): result(name, start + n, seed=n) for name, start in (("un", 31.0), ("layer", 34.0)) for n in range(3)
+    }
+    row = table(made)["un"]
+    assert (row["seeds"], row["PER greedy"], row["to the best"]) == ("3", "32.0 ± 2.5", "best")
+    assert table(made)["layer"]["to the best"] == "3.00 ± 2.27"
+    assert not row.keys() & {"status", "folds", "greedy, folded"}, "columns without information"
+    made["un", 3] = result("un", seed=3, status="diverged at step 7")
+    assert table(made)["un"]["status"] == "1 of 4 diverged at step 7"
 
 
-def test_the_interval_of_a_difference():
-    a, b = summary.groups({1: result("un", 10.0), 2: result("layer", 10.9)})["g2p on cmudict"]
-    less, half = summary.difference_of(a, b, "running", summary.main_metric([a]))
-    assert (less, half) == pytest.approx((0.9, 1.96 * math.hypot(0.35, 0.35)))
-
-
-def test_conclusions_follow_the_scores(runs):
-    text = "\n".join(summary.sentences(summary.groups(runs)["g2p on cmudict"]))
-    assert "un(window=4)" in text.splitlines()[0], "the best"
-    assert "batch" in next(line for line in text.splitlines() if "running statistics" in line)
-    assert "9 of 10 norms are gone" in text
-    assert "folded 0.75" in text, "of its own time, without a layer"
+def test_one_seed_has_the_sampling_error_and_a_folded_run_its_times():
+    un = result("un", 10.0, calibrated=9.0)
+    un["scores"]["folded"] = score(10.0)
+    un["fold"] = {"foldable": "9 of 10", "max_error": 3e-14, "seconds_trained": 0.2, "seconds_folded": 0.15}
+    found = table({1: un, 2: result("layer", 10.9)})
+    assert found["layer"]["to the best"] == f"0.90 ± {1.96 * math.hypot(0.35, 0.35):.2f}"
+    shown = ("greedy, calibrated", "greedy, folded", "folds", "ms as trained", "ms folded", "largest error")
+    assert [found["un"][name] for name in shown] == ["9.0 ± 0.7", "10.0 ± 0.7", "9 of 10", "200.0", "150.0", "3e-14"]
 
 
 def test_a_damaged_result_is_named(tmp_path):
@@ -133,14 +131,6 @@ def test_the_first_batch_norm_is_shown():
     assert first_sites([run], "g_mu", "pnv") == [(run, "a")], "without any, the first norm"
 
 
-def test_outliers_survive_thinning():
-    points = [(float(i), 1.0) for i in range(10_000)]
-    points[777] = (777.0, 50.0)
-    thinned = extremes(points, 100)
-    assert len(thinned) <= 100
-    assert (777.0, 50.0) in thinned
-
-
 @pytest.mark.parametrize(
     ("norm", "norm_at", "folds"),
     [("un", {}, True), ("layer", {}, False), ("power(groups=0)", {}, True), ("un", {"*.final": "layer"}, False)],
@@ -151,33 +141,6 @@ def test_lines_are_solid_only_if_all_norms_fold_away(norm, norm_at, folds):
     assert folds_away(Recorded("x", made, Recording())) == folds
 
 
-# -- comparison -------------------------------------------------------------------------------------------------------
-
-
-def test_comparison_of_seeds_gives_means_and_the_difference(tmp_path):
-    for name, start in (("a", 30.0), ("b", 33.0)):
-        for seed in range(3):
-            write(tmp_path / name / f"seed-{seed}", result("un" if name == "a" else "layer", start + seed, seed=seed))
-    text = " ".join(compare.compare([tmp_path / "a", tmp_path / "b"])[0].split())
-    for number in ("30.6 ± 2.5", "33.6 ± 2.5", "3.00 ± 2.27"):
-        assert number in text
-
-
-def test_bootstrap_distinguishes_a_real_difference_from_none(tmp_path):
-    pytest.importorskip("sacrebleu")
-    words = [f"w{i}" for i in range(40)]
-    reference = [" ".join(words[(7 * i + j) % 40] for j in range(12)) for i in range(60)]
-    worse = [" ".join(line.split()[:7] + ["x"] * 5) for line in reference]
-    for name, lines in (("good", reference), ("bad", worse)):
-        write(tmp_path / name, result("un", task="mt", data="multi30k.de-en"))
-        (tmp_path / name / "outputs").mkdir()
-        (tmp_path / name / "outputs" / "beam.txt").write_text("".join(f"{line}\n" for line in lines))
-        (tmp_path / name / "outputs" / "reference.txt").write_text("".join(f"{line}\n" for line in reference))
-    assert compare.bootstrap(tmp_path / "good", tmp_path / "bad") < 0.01
-    assert compare.bootstrap(tmp_path / "good", tmp_path / "good") == 1.0
-    assert len(compare.compare([tmp_path])) == 1, "both have the norm un"
-
-
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
@@ -186,20 +149,6 @@ def test_a_page_of_rows_needs_no_run(tmp_path):
     made = "".join(page.make([folder / "rows.csv"], "rows").parts)
     assert made.index(">gap_batch</option>") < made.index(">length</option>"), "what matters comes first"
     assert made.count("<h2>") == 2, "statistics and findings, no empty section"
-
-
-def test_a_page_of_csv_files_has_their_tables_and_charts(tmp_path):
-    made = page.make([rows.KEPT / "core.ptb.csv"], "kept").write(tmp_path / "p.html").read_text()
-    assert "<td>batch</td>" in made
-    assert made.count('class="plotly-graph-div"') >= 1
-    (tmp_path / "deploy.csv").write_text(
-        "model,runtime,batch,scheme,norm,ms\nvit,onnx,1,int8,layer,20\nvit,slow,1,int8,layer,40\n"
-        "vit,onnx,1,int8,folded,15\n"
-    )
-    chart = page.make([tmp_path / "deploy.csv"], "time").parts[-1]
-    assert '"x":[20.0]' in chart.replace(" ", ""), "of two runtimes, the fastest"
-    with pytest.raises(ValueError, match=r"nothing\.csv"):
-        page.make([tmp_path / "nothing.csv"], "none")
 
 
 def test_values_that_are_not_finite_leave_the_page_whole(tmp_path):
@@ -236,7 +185,7 @@ def test_the_page_in_a_browser(runs, tmp_path):
             tab.on("request", lambda request: requests.append(request.url))
             tab.goto(path.as_uri())
             tab.wait_for_selector(".js-plotly-plot .scatterlayer path.js-line", state="attached")
-            assert tab.locator(".js-plotly-plot").count() == 5, "time, size, two losses, statistics"
+            assert tab.locator(".js-plotly-plot").count() == 3, "two losses, statistics"
             assert EVIL in tab.locator("h1").inner_text()
             assert tab.evaluate("document.documentElement.scrollWidth") <= width
             shown = tab.locator("section .js-plotly-plot path.js-line").first

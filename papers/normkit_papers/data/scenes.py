@@ -76,31 +76,32 @@ class ImageFiles:
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """An image file and its objects.
+    """An image file and its objects, crowds included.
 
-    Boxes `[n, 4]` are (x1, y1, x2, y2), labels `[n]` count from 1, outlines are compressed run lengths or None.
+    Boxes `[n, 4]` are (x1, y1, x2, y2), labels `[n]` count from 1, outlines are compressed run lengths or None, areas
+    `[n]` are of the outlines, in pixels.
     """
 
-    number: int
     file: str
     height: int
     width: int
     boxes: Tensor
     labels: Tensor
     outlines: tuple[Any, ...]
+    crowds: Tensor
+    areas: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class Scenes:
-    """The scenes of a split; `truth` is their annotation in COCO's JSON, for pycocotools."""
+    """The scenes of a split."""
 
     scenes: tuple[Scene, ...]
     files: ImageFiles
     categories: dict[int, str]
     """COCO's numbers of the categories and their names; labels number these from 1."""
     counts: dict[str, int]
-    """Numbers of images and boxes, and of what was left out, by reason."""
-    truth: dict[str, Any]
+    """Numbers of images and boxes, and of crowds and what was left out, by reason."""
 
     def __len__(self) -> int:
         return len(self.scenes)
@@ -119,13 +120,17 @@ class Scenes:
             raise Broken(f"{scene.file} is {found} pixels, but listed as {scene.width} x {scene.height}")
         return image
 
-    def masks(self, index: int) -> Tensor:
-        """Return the objects of an image as masks of 0 and 1, `[n, height, width]`."""
+    def objects(self, index: int, masks: bool) -> dict[str, Tensor]:
+        """Return the objects of an image as torchmetrics scores them; masks of 0 and 1 are `[n, height, width]`."""
         from pycocotools import mask
 
         scene = self.scenes[index]
-        masks = [torch.from_numpy(mask.decode(outline)) for outline in scene.outlines]
-        return torch.stack(masks) if masks else torch.zeros(0, scene.height, scene.width, dtype=torch.uint8)
+        found = {"boxes": scene.boxes, "labels": scene.labels, "iscrowd": scene.crowds, "area": scene.areas}
+        if masks:
+            drawn = [torch.from_numpy(mask.decode(outline)) for outline in scene.outlines]
+            none = torch.zeros(0, scene.height, scene.width, dtype=torch.uint8)
+            found["masks"] = torch.stack(drawn) if drawn else none
+        return found
 
 
 class SceneData(Data):
@@ -170,7 +175,7 @@ def _read(row: SceneSet, folder: Path) -> SceneData:
         if found != part.get("count", found):
             remarks.append(f"{found:,} of {part['count']:,} {what} images")
         splits.append(scenes)
-    train, test = dataclasses.replace(splits[0], truth={}), splits[1]
+    train, test = splits
     if train.categories != test.categories:
         raise ValueError(f"the two splits of {folder} list different categories; needs the same")
     name = f"{row.name} ({', '.join(remarks)})" if remarks else row.name
@@ -181,8 +186,8 @@ def _read(row: SceneSet, folder: Path) -> SceneData:
 def read_scenes(path: Path, files: ImageFiles, empty: bool = True) -> Scenes:
     """Read COCO's JSON, and check everything except pixel data.
 
-    Missing images and unusable boxes are left out and counted. Crowds (`iscrowd`) are in `truth` only: COCO's scores
-    ignore boxes there.
+    Missing images and unusable boxes are left out and counted. Crowds (`iscrowd`) are for scores alone, which ignore
+    boxes there.
 
     Args:
         path: The JSON file, plain, `.xz` or `.gz`.
@@ -192,46 +197,47 @@ def read_scenes(path: Path, files: ImageFiles, empty: bool = True) -> Scenes:
     Raises:
         ValueError: If the file is not COCO's JSON, contradicts itself, or has no usable image.
     """
-    images, by_image, categories, given = _parse(path)
+    images, by_image, categories = _parse(path)
     labels = {category: label for label, category in enumerate(categories, 1)}
     left_out: collections.Counter[str] = collections.Counter()
-    scenes, truth, kept = [], [], []
+    scenes = []
     for image in images.values():
         if image["file_name"] not in files:
             left_out["missing images"] += 1
             continue
         height, width = image["height"], image["width"]
         usable = []
-        for annotation in by_image[image["id"]]:
-            corners, drawn = _corners(annotation["bbox"], height, width), annotation.get("segmentation")
+        for row in by_image[image["id"]]:
+            corners, drawn = _corners(row["bbox"], height, width), row.get("segmentation")
             outline = _run_lengths(drawn, height, width) if drawn else None
             if corners is None:
                 left_out["boxes without area in their image"] += 1
             elif drawn and outline is None:
                 left_out["outlines that cannot be drawn"] += 1
             else:
-                usable.append((annotation, corners, outline))
-        boxes = [each for each in usable if not each[0].get("iscrowd")]
-        left_out["crowds"] += len(usable) - len(boxes)
-        if not boxes and not empty:
+                usable.append((row, corners, outline))
+        crowds = torch.tensor([bool(row.get("iscrowd")) for row, _, _ in usable], dtype=torch.long)
+        left_out["crowds"] += int(crowds.sum())
+        if len(crowds) == crowds.sum() and not empty:
             left_out["images without boxes"] += 1
             continue
-        kept.append(image)
-        truth += [_truth(len(truth) + at, *each) for at, each in enumerate(usable, 1)]
-        corners = torch.tensor([corners for _, corners, _ in boxes], dtype=torch.float32).view(-1, 4)
-        numbers = torch.tensor([labels[row["category_id"]] for row, _, _ in boxes], dtype=torch.long)
-        outlines = tuple(outline for _, _, outline in boxes)
-        scenes.append(Scene(image["id"], image["file_name"], height, width, corners, numbers, outlines))
+        areas = [row["area"] if _are_numbers([row.get("area")], 1e14) else (c[2] - c[0]) * (c[3] - c[1])
+                 for row, c, _ in usable]  # fmt: skip
+        scenes.append(Scene(
+            image["file_name"], height, width, torch.tensor([c for _, c, _ in usable]).float().view(-1, 4),
+            torch.tensor([labels[row["category_id"]] for row, _, _ in usable], dtype=torch.long),
+            tuple(_box(c, height, width) if row.get("iscrowd") and not drawn else drawn for row, c, drawn in usable),
+            crowds, torch.tensor(areas, dtype=torch.float64),
+        ))  # fmt: skip
     left_out = +left_out  # without zeros
     if not scenes:
         raise ValueError(f"{path} has no usable image; left out: {dict(left_out)}")
-    counts = {"images": len(scenes), "boxes": sum(len(scene.labels) for scene in scenes), **left_out}
-    whole = {"images": kept, "annotations": truth, "categories": given}
-    return Scenes(tuple(scenes), files, categories, counts, whole)
+    boxes = sum(int((scene.crowds == 0).sum()) for scene in scenes)
+    return Scenes(tuple(scenes), files, categories, {"images": len(scenes), "boxes": boxes, **left_out})
 
 
-def _parse(path: Path) -> tuple[dict[int, Any], dict[int, list[Any]], dict[int, str], list[Any]]:
-    """Return images, their annotations and the names of categories, by number, and the list of categories."""
+def _parse(path: Path) -> tuple[dict[int, Any], dict[int, list[Any]], dict[int, str]]:
+    """Return images, their annotations and the names of categories, by number."""
     with undamaged(path), open_bytes(path) as file:
         given = json.load(file)
         for part, keys in KEYS.items():
@@ -247,7 +253,7 @@ def _parse(path: Path) -> tuple[dict[int, Any], dict[int, list[Any]], dict[int, 
             if row["image_id"] not in images or row["category_id"] not in categories:
                 raise ValueError(f"an annotation has an image or a category that is not listed: {row}")
             by_image[row["image_id"]].append(row)
-    return images, by_image, categories, given["categories"]
+    return images, by_image, categories
 
 
 def _corners(box: Any, height: int, width: int) -> tuple[float, float, float, float] | None:
@@ -289,14 +295,7 @@ def _run_lengths(outline: Any, height: int, width: int) -> Any:
     return again if again["counts"].decode() == counts else None  # for too few, pycocotools adds random ones
 
 
-def _truth(number: int, annotation: dict[str, Any], corners: tuple[float, ...], outline: Any) -> dict[str, Any]:
-    """Return an annotation with all keys that pycocotools reads; crowds may lack an outline."""
+def _box(corners: tuple[float, float, float, float], height: int, width: int) -> Any:
+    """Return a box as an outline, for a crowd without one."""
     left, top, right, bottom = corners
-    area = annotation.get("area")
-    return {
-        **annotation,
-        "id": number,  # 0 means "not found" in pycocotools
-        "iscrowd": int(bool(annotation.get("iscrowd"))),
-        "area": area if _are_numbers([area], 1e14) else annotation["bbox"][2] * annotation["bbox"][3],
-        "segmentation": outline or [[left, top, right, top, right, bottom, left, bottom]],
-    }
+    return _run_lengths([[left, top, right, top, right, bottom, left, bottom]], height, width)

@@ -77,8 +77,6 @@ class Subwords(Vocab):
     @classmethod
     def learn(cls, lines: Iterable[str], size: int, punctuation: bool = False) -> "Subwords":
         """Learn about `size` symbols: all characters, then repeatedly the most frequent pair."""
-        if size < 1:
-            raise ValueError(f"a vocabulary of subwords needs at least 1 symbol; got {size}")
         learned = _tokenizer(tokenizers.models.BPE(unk_token=SPECIAL[UNK]), punctuation)
         trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, special_tokens=list(SPECIAL), show_progress=False)
         learned.train_from_iterator((" ".join(line.split()) for line in lines), trainer)

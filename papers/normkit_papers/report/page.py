@@ -1,11 +1,9 @@
 """One HTML page with tables and charts, which opens without a network."""
 
-import csv
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from normkit._util import write_whole
 from normkit.watch import NOT_CHECKED, QUANTITIES, Recording, checked, diagnose
@@ -13,10 +11,8 @@ from normkit.watch import read as read_rows
 from normkit_papers import figures, results
 from normkit_papers.report import charts, summary
 from normkit_papers.report.recorded import Recorded, recorded
-from normkit_papers.report.settings import Results, split
-from normkit_papers.studies import rows, table
-from normkit_papers.studies.catalogue import STUDIES
-from normkit_papers.study import SCALES
+from normkit_papers.report.settings import Results
+from normkit_papers.studies import table
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -109,23 +105,14 @@ def add_runs(page: Page, found: Results) -> None:
     for kind, members in summary.groups(found).items():
         page.heading(kind)
         page.table(summary.cells(members))
-        page.lines(summary.sentences(members))
-    if deployed := charts.deployed_runs(runs):
-        page.heading("Time and size, folded and not folded")
-        page.text("Milliseconds to decode 64 words on one thread, medians of turns, and megabytes of weights.")
-        page.chart(*charts.time_and_size(deployed))
+    page.text(summary.ABOUT)
     page.heading("Losses")
     page.chart(*charts.losses(runs))
     add_recordings(page, runs)
-    page.heading("Settings")
-    common, different = split(result["run"] for result in found.values())
+    page.heading("Origin")
     machines = [{name: result["where"].get(name) for name in SHOWN} for result in found.values()]
     page.lines(dict.fromkeys(", ".join(f"{key} {value}" for key, value in each.items()) for each in machines))
     page.lines(dict.fromkeys(result["command"] for result in found.values() if result["command"]))
-    if different:
-        lines = [[name, ", ".join(dict.fromkeys(map(str, values)))] for name, values in different.items()]
-        page.table([["setting", "values"], *lines])
-    page.parts.append(f"<details><summary>common settings</summary><pre>{escape(str(common))}</pre></details>")
 
 
 def add_recordings(page: Page, runs: Sequence[Recorded]) -> None:
@@ -151,13 +138,11 @@ def add_recordings(page: Page, runs: Sequence[Recorded]) -> None:
 
 
 def add_study(page: Page, made: table.Table, folders: Sequence[Path] = ()) -> None:
-    """Add the table of a study, its chart and, of a figure, the drawing from its own runs."""
+    """Add the table of a study and, of a figure, the drawing from its own runs."""
     page.heading(table.heading(made.study))
     page.table(table.grid(made), heads=2)
     page.lines(table.remarks(made))
-    if made.study.id not in figures.FIGURES:
-        page.chart(*charts.study(made))
-    elif folders:
+    if made.study.id in figures.FIGURES and folders:
         try:
             page.chart(figures.draw(made.study.id, results.find(folders))[0])
         except ValueError as error:
@@ -165,54 +150,20 @@ def add_study(page: Page, made: table.Table, folders: Sequence[Path] = ()) -> No
 
 
 def make(paths: Sequence[Path], title: str) -> Page:
-    """Make a page of run folders, CSV files of studies, and files of recorded rows.
+    """Make a page of runs in folders, and of files of recorded rows.
 
     Raises:
         ValueError: If a path does not exist or holds nothing of these.
     """
-    page, folders, loose = Page(title), list[Path](), list[Recorded]()
-    for path in paths:
-        if path.suffix != ".csv" or path.is_dir():
-            folders.append(path)
-            continue
-        head = _fields(path)
-        if "study" in head:
-            add_csv(page, path)
-        elif {"model", "runtime", "scheme", "ms"} <= set(head):
-            page.heading(f"Time, folded and not folded ({path.name})")
-            with path.open(encoding="utf8", newline="") as file:
-                page.text("Milliseconds for one input, in the fastest runtime; less is better.")
-                page.chart(*charts.time_and_size(charts.deployed_rows(list(csv.DictReader(file)))))
-        else:
-            found = Recording(read_rows(path))
-            if not found.quantities:
-                raise ValueError(f"{path} has no rows; record some with normkit.record")
-            label = path.absolute().parent.name if path.stem == "rows" else path.stem
-            loose.append(Recorded(label, {"run": {}, "scores": {}}, found))
-    if folders:
+    page, rows = Page(title), [path for path in paths if path.suffix == ".csv" and not path.is_dir()]
+    if folders := [path for path in paths if path not in rows]:
         add_runs(page, results.find(folders))
-    if loose:
-        add_recordings(page, loose)
+    loose = list[Recorded]()
+    for path in rows:
+        found = Recording(read_rows(path))
+        if not found.quantities:
+            raise ValueError(f"{path} has no rows; record some with normkit.record")
+        label = path.absolute().parent.name if path.stem == "rows" else path.stem
+        loose.append(Recorded(label, {"run": {}, "scores": {}}, found))
+    add_recordings(page, loose)
     return page
-
-
-def _fields(path: Path) -> list[str]:
-    """Names of the columns of a CSV file; none for other files."""
-    if not path.is_file():
-        raise ValueError(f"there is no file or folder {path}")
-    with path.open(encoding="utf8", errors="replace", newline="") as file:
-        return next(csv.reader(io.StringIO(file.readline())), [])
-
-
-def add_csv(page: Page, path: Path) -> None:
-    """Add the tables of a CSV of results, one for each study and scale that it has."""
-    found = rows.read(path)
-    for name in dict.fromkeys(row["study"] for row in found):
-        for scale in SCALES:
-            own: list[Any] = [row for row in found if (row["study"], row["scale"]) == (name, scale)]
-            if own and name in STUDIES:
-                add_study(page, table.build(STUDIES[name], scale, own))
-            elif own:  # runs of no study
-                page.heading(f"{name}, {scale}")
-                shown = [key for key in own[0] if any(row[key] for row in own) and key not in ("study", "scale")]
-                page.table([shown, *([row[key] for key in shown] for row in own)])

@@ -1,8 +1,7 @@
-"""The table of runs, with means over seeds, and the conclusions from it."""
+"""The table of runs: means over seeds with intervals, what each lacks to the best, and what folding changed."""
 
 import math
 import statistics
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,6 @@ from normkit_papers.report.seeds import difference, interval
 from normkit_papers.report.settings import Results, job, labels
 from normkit_papers.tasks import METRICS, Metric
 
-WIDTH = 120
 KINDS = {
     "running": "greedy",
     "calibrated": "greedy, calibrated",
@@ -20,7 +18,12 @@ KINDS = {
 }
 """Kinds of scores in the order of the columns; those to compare stand together."""
 NOTHING = {"seeds": "1", "status": "done"}
-"""Cells that say nothing; a column of these alone is left out, and one of dashes."""
+"""Cells without information; a column of these alone is left out, and one of dashes."""
+ABOUT = (
+    "± is a 95 % interval: of the mean over seeds or, of one seed, of the sampling error of the test set. Runs whose "
+    "interval of what they lack to the best contains 0 are level with it. Times are those to decode 64 words on one "
+    "thread, with ? if other load disturbed them."
+)
 
 
 class Group(NamedTuple):
@@ -45,6 +48,13 @@ class Group(NamedTuple):
             error = 100 * math.sqrt(max(values[0] * (100 - values[0]), 0) / 1e4 / score["n"])
         return math.nan if error is None else 1.96 * error
 
+    def lacks(self, best: "Group", kind: str, metric: Metric) -> tuple[float, float]:
+        """How far the best group is ahead, and half the 95 % interval; nan if that is not known."""
+        less, half = difference(best.values(kind, metric), self.values(kind, metric))
+        if math.isnan(half):
+            half = math.hypot(best.error(kind, metric), self.error(kind, metric))
+        return metric.better * less, half
+
     def fold(self, name: str) -> Any:
         """A fact about folding; None if it is unknown."""
         return next((found[name] for result in self.results if (found := result.get("fold") or {}).get(name)), None)
@@ -59,13 +69,8 @@ def groups(results: Results) -> dict[str, list[Group]]:
     return {kind: [Group(*pair) for pair in members.items()] for kind, members in found.items()}
 
 
-def main_metric(members: Sequence[Group]) -> Metric | None:
-    """The first metric that a run has a score of."""
-    return next((metric for metric in METRICS for group in members if group.values("running", metric)), None)
-
-
 def cells(members: Sequence[Group]) -> list[list[str]]:
-    """Format the table of one task: a heading, then a row for each group; columns that say nothing are left out."""
+    """Format the table of one task: a heading, then a row for each group; columns without information are left out."""
     wanted = [
         (metric, kind)
         for metric in METRICS
@@ -74,17 +79,26 @@ def cells(members: Sequence[Group]) -> list[list[str]]:
     ]
     first = dict(reversed(wanted))
     scores = [f"{metric.name} {KINDS[kind]}" if first[metric] == kind else KINDS[kind] for metric, kind in wanted]
-    heads = ["norm", "seeds", *scores, "folds", "parameters", "minutes", "status"]
-    lines = [list(_row(group, wanted)) for group in members]
+    times = ["ms as trained", "ms folded", "largest error"]
+    heads = ["norm", "seeds", *scores, "to the best", "folds", *times, "parameters", "minutes", "status"]
+    lines = [list(_row(group, members, wanted)) for group in members]
     told = [any(line[place] != NOTHING.get(head, "-") for line in lines) for place, head in enumerate(heads)]
     return [[cell for cell, is_told in zip(line, told, strict=True) if is_told] for line in (heads, *lines)]
 
 
-def _row(group: Group, wanted: Sequence[tuple[Metric, str]]) -> Iterator[str]:
+def _row(group: Group, members: Sequence[Group], wanted: Sequence[tuple[Metric, str]]) -> Iterator[str]:
     yield group.label
     yield str(len(group.results))
-    yield from (_number(group, kind, metric) for metric, kind in wanted)
+    for metric, kind in wanted:
+        values, digits = group.values(kind, metric), 3 if metric.key == "loss" else 1
+        yield _number(statistics.fmean(values), group.error(kind, metric), digits) if values else "-"
+    yield _to_the_best(group, members, wanted)
     yield group.fold("foldable") or "-"
+    for name in ("seconds_trained", "seconds_folded"):
+        seconds = group.fold(name)
+        yield f"{1000 * seconds:.1f}{'?' * bool(group.fold('obstacle'))}" if seconds else "-"
+    error = group.fold("max_error")
+    yield "-" if error is None else f"{error:.0e}"
     yield f"{group.results[0]['parameters']:,}"
     yield f"{statistics.fmean((result['seconds'].get('train') or 0) / 60 for result in group.results):.1f}"
     ended = [result["status"] for result in group.results if result["status"] != "done"]
@@ -92,78 +106,23 @@ def _row(group: Group, wanted: Sequence[tuple[Metric, str]]) -> Iterator[str]:
     yield f"{several}{ended[0]}" if ended else "done"
 
 
-def _number(group: Group, kind: str, metric: Metric) -> str:
-    if not (values := group.values(kind, metric)):
+def _to_the_best(group: Group, members: Sequence[Group], wanted: Sequence[tuple[Metric, str]]) -> str:
+    """Format what a group lacks to the best one by the task's first metric, of beam search if all have it."""
+    metric = wanted[0][0] if wanted else METRICS[-1]
+    scored = [each for each in members if each.values("running", metric)]
+    if group not in scored or not scored[1:]:
         return "-"
-    digits, mean, half = (3 if metric.key == "loss" else 1), interval(values)[0], group.error(kind, metric)
+    kind = "beam" if all(each.values("beam", metric) for each in scored) else "running"
+    best = max(scored, key=lambda each: metric.better * statistics.fmean(each.values(kind, metric)))
+    return "best" if group is best else _number(*group.lacks(best, kind, metric), 2)
+
+
+def _number(mean: float, half: float, digits: int) -> str:
     return f"{mean:,.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
 
 
 def text(results: Results) -> str:
-    """Format tables and conclusions, as commands print them."""
-    parts = []
-    for kind, members in groups(results).items():
-        lines = cells(members)
-        parts += [kind, align(lines, right=range(1, len(lines[0])), heads=1)]
-        parts.append("\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in sentences(members)))
-    return "\n\n".join(parts)
-
-
-def sentences(members: Sequence[Group]) -> list[str]:
-    """State which norms are best, what running statistics cost, and what folding changed.
-
-    Two scores are level if the 95 % interval of their difference contains 0.
-    """
-    metric = main_metric(members)
-    if metric is None:
-        return []
-    scored = [group for group in members if group.values("running", metric)]
-    kind = "beam" if all(group.values("beam", metric) for group in scored) else "running"
-    best = max(scored, key=lambda group: metric.better * interval(group.values(kind, metric))[0])
-    others = [f"{group.label} {_behind(best, group, kind, metric)}" for group in scored if group is not best]
-    found = [
-        f"Best by {metric.name} ({KINDS[kind]}, {'more' if metric.better > 0 else 'less'} is better): {best.label}, "
-        f"{_number(best, kind, metric)}; ± is a 95 % interval of "
-        + ("the mean over seeds." if len(best.results) > 1 else "the sampling error of the test set, not of training.")
-        + (f" Behind it: {', '.join(others)}." if others else "")
-    ]
-    for group in scored:
-        running, calibrated = (group.values(each, metric) for each in ("running", "calibrated"))
-        if running and calibrated:
-            gain = metric.better * (interval(calibrated)[0] - interval(running)[0])
-            if gain > max(group.error("running", metric), 0):
-                found.append(
-                    f"{group.label} loses by its running statistics: {metric.name} {_number(group, 'running', metric)},"
-                    f" calibrated {_number(group, 'calibrated', metric)}."
-                )
-        if (error := group.fold("max_error")) is not None:
-            found.append(
-                f"{group.label} folded: {group.fold('foldable')} norms are gone, outputs differ by at most {error:.0e};"
-                f" {metric.name} greedy {_number(group, 'folded', metric)}, before {_number(group, 'running', metric)}."
-            )
-            found += _times(group, members)
-    return found
-
-
-def difference_of(a: Group, b: Group, kind: str, metric: Metric) -> tuple[float, float]:
-    """How far group `a` is ahead of `b`, and half the 95 % interval; nan if it is not known."""
-    first, second = a.values(kind, metric), b.values(kind, metric)
-    less, half = difference(first, second)
-    return metric.better * less, math.hypot(a.error(kind, metric), b.error(kind, metric)) if math.isnan(half) else half
-
-
-def _behind(best: Group, group: Group, kind: str, metric: Metric) -> str:
-    less, half = difference_of(best, group, kind, metric)
-    return f"by {less:.2f}" + ("" if math.isnan(half) else f" ± {half:.2f}{' (level)' if less <= half else ''}")
-
-
-def _times(group: Group, members: Sequence[Group]) -> list[str]:
-    seconds = {"as trained": group.fold("seconds_trained"), "folded": group.fold("seconds_folded")}
-    layer = next((each.fold("seconds_trained") for each in members if each.label == "layer"), None)
-    if not all(seconds.values()):
-        return []
-    if obstacle := group.fold("obstacle"):
-        return [f"No verdict on time: {obstacle}."]
-    base = seconds["as trained"] if layer is None else layer
-    ratios = ", ".join(f"{name} {value / base:.2f}" for name, value in seconds.items())
-    return [f"Time of {group.label}, where {'it as trained' if layer is None else 'layer'} takes 1: {ratios}."]
+    """Format the tables, as commands print them."""
+    tables = [(kind, cells(members)) for kind, members in groups(results).items()]
+    parts = [f"{kind}\n\n{align(lines, right=range(1, len(lines[0])), heads=1)}" for kind, lines in tables]
+    return "\n\n".join([*parts, ABOUT])

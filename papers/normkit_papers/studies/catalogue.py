@@ -1,18 +1,12 @@
 """Tables of recipes and studies, by name, and which of them this machine can run."""
 
 from normkit_papers.recipes import RECIPES
-from normkit_papers.studies import core, papers, warmup
+from normkit_papers.studies import tables, warmup
 from normkit_papers.study import PAPERS, Study, expand
 from normkit_papers.train.config import Run
 
-STUDIES: dict[str, Study] = {
-    study.id: study
-    for module in (papers, core, warmup)
-    for value in vars(module).values()
-    for study in (value if isinstance(value, tuple) else (value,))
-    if isinstance(study, Study)
-}
-"""By id: the studies that these modules define, one by one or in tuples."""
+STUDIES: dict[str, Study] = {study.id: study for study in (*tables.STUDIES, *warmup.WARMUPS)}
+"""By id."""
 
 OF_PAPERS = tuple(name for name in STUDIES if name.partition(".")[0] in PAPERS)
 """Ids of the papers' tables and figures."""

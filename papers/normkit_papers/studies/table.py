@@ -1,7 +1,6 @@
 """Table of a study: the paper's figures beside those of our runs at one scale, from the rows of a CSV."""
 
 import math
-import re
 import statistics
 import textwrap
 from collections.abc import Sequence
@@ -134,24 +133,3 @@ def remarks(table: Table) -> list[str]:
         failed = {run["run"]: run["status"] for run in runs if run["status"].startswith("failed: ")}
         lines += [escape(f"{folder} {status}") for folder, status in failed.items()]
     return lines
-
-
-def number(printed: str | None) -> float | None:
-    """Read a printed figure: a failure is infinite, a missing figure None.
-
-    >>> number("20.91‡∗"), number("FAIL"), number("/")
-    (20.91, inf, None)
-    """
-    if printed is None:
-        return None
-    if printed.lower().startswith("fail"):
-        return math.inf
-    match = re.match(r"-?\d+(\.\d+)?", printed)
-    return float(match[0]) if match else None
-
-
-def ours(cell: TableCell) -> float | None:
-    """Mean over seeds; infinite if all seeds diverged."""
-    if cell.values:
-        return statistics.fmean(cell.values)
-    return math.inf if cell.runs and all(run["status"].startswith("diverged") for run in cell.runs) else None

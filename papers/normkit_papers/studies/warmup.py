@@ -6,48 +6,40 @@ where its own warm-up ends, they do not.
 """
 
 import dataclasses
+from typing import Any
 
-from normkit_papers.studies.core import CMUDICT_CORE, IWSLT14_CORE, MULTI30K_CORE, PTB_CORE, THIRD
-from normkit_papers.studies.papers import BASES
-from normkit_papers.study import Base, Column, Settings, Study, norm_rows, override, with_options
+from normkit_papers.studies.tables import BASES, NOTES, columns, rows
+from normkit_papers.study import Study, override, with_options
 
 TIMES = (3, 10)  # warm-ups of statistics, relative to that of the learning rate
+FILTERED = {"outlier_filtration": True}  # as the paper for images
 
 
-def _study(id: str, data: str, base: Base, columns: tuple[Column, ...], options: Settings, note: str = "") -> Study:
-    run = override(base.recipe(), base.settings)
-    longer: list[Settings] = [{"warmup": times * run.warmup} for times in TIMES if times * run.warmup <= run.steps]
-    warmups: list[Settings] = [{}, *longer, {"warmup": "auto"}]
+def _study(id: str, data: str, base: str, shown: list[Any], options: Any = (), note: str = "") -> Study:
+    start = BASES[base]["pocket"]
+    run = override(start.recipe(), start.settings)
+    longer = [{"warmup": times * run.warmup} for times in TIMES if times * run.warmup <= run.steps]
     norms = [
-        with_options(norm, {**warmup, **options}) for norm in ("un", "power(groups=0)", "mabn") for warmup in warmups
+        with_options(norm, {**warmup, **dict(options)})
+        for norm in ("un", "power(groups=0)", "mabn")
+        for warmup in ({}, *longer, {"warmup": "auto"})
     ]
     return Study(
         id=f"warmup.{id}",
         title=f"statistics that warm up as long as the learning rate, {run.warmup} steps, or longer, {data}",
-        note=f"{note} {WHOLE}".strip(),
-        rows=norm_rows("layer", "pnv", *norms),
-        columns=tuple(dataclasses.replace(column, base={"pocket": base}) for column in columns),
+        note=" ".join([*note.split(), "Ten times the learning rate's warm-up is the whole run: then un is pnv."]),
+        rows=tuple(rows(["layer", "pnv", *norms])),
+        columns=tuple(dataclasses.replace(column, base={"pocket": start}) for column in columns(shown)),
     )
 
 
-WHOLE = "Ten times the learning rate's warm-up is the whole run: then un is pnv."
-VALID = Column("valid perplexity", "perplexity valid")
-BLEU = (Column("BLEU", "bleu"), Column("BLEU greedy", "bleu running"))
-ACCURACY = (
-    Column("accuracy", "accuracy"), Column("accuracy, calibrated", "accuracy calibrated"),
-)  # fmt: skip
-FILTERED: Settings = {"outlier_filtration": True}  # as the paper for images
-
 WARMUPS = (
-    _study("cmudict", "CMU Pronouncing Dictionary", BASES["cmudict"]["pocket"], CMUDICT_CORE.columns, {}),
-    _study("multi30k", "Multi30k De-En", BASES["multi30k"]["pocket"], (*MULTI30K_CORE.columns, VALID), {}),
-    _study("iwslt14", "IWSLT14 De-En", BASES["iwslt14"]["pocket"], IWSLT14_CORE.columns, {}, THIRD),
-    _study("ted-gl", "TED gl-en", BASES["ted_gl"]["pocket"], (*BLEU, VALID), {}),
-    _study("ptb", "PTB, tensorized language model, 1,000 steps", BASES["ptb_short"]["pocket"], PTB_CORE.columns, {}),
-    _study("cifar10", "CIFAR-10, tiny ViT", BASES["cifar10"]["pocket"], ACCURACY, FILTERED),
-    _study("resnet20", "CIFAR-10, ResNet-20", BASES["resnet20"]["pocket"], ACCURACY, FILTERED),
-    _study(
-        "pennfudan", "Penn-Fudan, Mask R-CNN", BASES["mask_rcnn"]["pocket"],
-        (Column("box AP", "box AP"), Column("mask AP", "mask AP")), FILTERED,
-    ),
-)  # fmt: skip
+    _study("cmudict", "CMU Pronouncing Dictionary", "cmudict", ["per"]),
+    _study("multi30k", "Multi30k De-En", "multi30k", ["bleu", "valid"]),
+    _study("iwslt14", "IWSLT14 De-En", "iwslt14", ["bleu", "valid"], note=NOTES["a third"]),
+    _study("ted-gl", "TED gl-en", "ted_gl", [{"BLEU": "bleu", "BLEU greedy": "bleu running"}, "valid"]),
+    _study("ptb", "PTB, tensorized language model, 1,000 steps", "ptb_short", ["ptb"]),
+    _study("cifar10", "CIFAR-10, tiny ViT", "cifar10", ["accuracy"], FILTERED),
+    _study("resnet20", "CIFAR-10, ResNet-20", "resnet20", ["accuracy"], FILTERED),
+    _study("pennfudan", "Penn-Fudan, Mask R-CNN", "mask_rcnn", ["box AP", "mask AP"], FILTERED),
+)

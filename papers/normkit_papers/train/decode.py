@@ -50,15 +50,9 @@ def beam(
 
     Returns:
         Sequences and their scores.
-
-    Raises:
-        ValueError: If `width` or `max_length` is below 1, or a penalty is negative.
     """
-    if width < 1:
-        raise ValueError(f"beam width must be at least 1; got {width}")
-    if length_penalty < 0 or length_offset < 0:
-        raise ValueError(f"length_penalty and length_offset must be at least 0; got {length_penalty}, {length_offset}")
-    limit, found = _prepare(max_length, source)
+    limit = torch.as_tensor(max_length, device=source.device).expand(len(source))
+    found = torch.full((len(source), int(limit.max())), EOS, device=source.device)
     memory, real = model.encode(source)
     best = torch.full((len(source),), -torch.inf, device=source.device, dtype=torch.float64)
     active = torch.arange(len(source), device=source.device)  # sentence of each row
@@ -132,15 +126,6 @@ def _next(scores: Tensor) -> Tensor:
     scores = scores[:, -1].double()
     scores[:, [PAD, BOS]] = -torch.inf
     return scores.log_softmax(-1)
-
-
-def _prepare(max_length: int | Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the limits `[batch]`, and sequences `[batch, longest]` full of ends."""
-    limit = torch.as_tensor(max_length, device=source.device).expand(len(source))
-    if len(limit) and int(limit.min()) < 1:
-        raise ValueError(f"max_length must be at least 1; got {int(limit.min())}")
-    longest = int(limit.max()) if len(limit) else 0
-    return limit, torch.full((len(source), longest), EOS, device=source.device)
 
 
 def _cut(row: list[int]) -> list[int]:

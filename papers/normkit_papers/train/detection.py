@@ -12,7 +12,7 @@ from normkit_papers.data.scenes import Scenes
 from normkit_papers.models.detection import DETECTORS, Detector
 from normkit_papers.models.torchvision_ops import load_torchvision, torchvision_operators
 from normkit_papers.train.pairs import spread
-from normkit_papers.train.scores import average_precision, coco_results
+from normkit_papers.train.scores import average_precision, precision_metric
 from normkit_papers.train.task import Batch, Task
 from normkit_papers.train.weights import start_from
 
@@ -51,16 +51,19 @@ class Samples(Dataset):
         return None, broken
 
     def _sample(self, image: Tensor, index: int, item: Item) -> tuple[Tensor, Target]:
-        scene = self.scenes.scenes[index]
-        target: Target = {"boxes": scene.boxes, "labels": scene.labels, "number": scene.number}
-        if self.masks:
-            target["masks"] = self.scenes.masks(index)
+        target: Target = self.scenes.objects(index, self.masks)
         if self.augment is not None:
+            target = without_crowds(target)
             with torch.random.fork_rng(devices=[]):
                 seed = (((self.seed * 1_000_003 + item.epoch) << 24) + item.at) % 2**64
                 torch.default_generator.manual_seed(seed)  # not those of GPUs, which no worker could reach
                 image, target = self.augment(image, target)
         return image.float() / 255, target
+
+
+def without_crowds(target: Target) -> Target:
+    """Return what a detector learns from: boxes, labels and masks of single objects."""
+    return {key: target[key][target["iscrowd"] == 0] for key in ("boxes", "labels", "masks") if key in target}
 
 
 class SceneAugmentation:
@@ -160,11 +163,7 @@ class Detection(Task):
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """Return the sum of the losses of proposals and heads; the model is in training mode."""
-        return torch.stack(list(self.losses(batch).values())).sum()
-
-    def losses(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the losses of classes, boxes and masks, and the two of the proposals."""
-        return self.model(*batch.tensors)
+        return torch.stack(list(self.model(*batch.tensors).values())).sum()
 
     def validate(self) -> dict[str, float]:
         """Return losses and average precision of `valid_items` images of validation."""
@@ -192,9 +191,8 @@ class Detection(Task):
     def _score(self, scenes: Scenes, many: int) -> dict[str, float]:
         """Return mean losses, average precision, and the number of images; `many` 0 uses all."""
         model: Any = self.model
-        was, rows, seen = model.training, list[dict[str, Any]](), list[int]()
-        totals: dict[str, float] = {}
-        categories = list(scenes.categories)
+        was, seen, totals = model.training, 0, dict[str, float]()
+        precision = precision_metric(self.detector.masks)
         items = [Item(0, at) for at in spread(len(scenes), many or len(scenes))]
         order = [items[at : at + TEST_BATCH] for at in range(0, len(items), TEST_BATCH)]
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
@@ -202,22 +200,25 @@ class Detection(Task):
             batches = load_batches(self._samples(scenes, None), order, self.settings.workers)
             for each in self.skip_broken(batches, endless=False):
                 batch = self.on_device(each)
-                images, targets = batch.tensors
+                images, whole = batch.tensors
+                targets = list(map(without_crowds, whole))
                 model.train()  # it returns losses, with backbone and image sizes as at inference
                 model.backbone.eval()
                 model.transform.eval()
-                for part, loss in self.losses(batch).items():
+                for part, loss in model(images, targets).items():
                     totals[part] = totals.get(part, 0.0) + float(loss) * batch.words
                 model.eval()
-                for target, detections in zip(targets, model(images), strict=True):
-                    seen.append(target["number"])
-                    rows += coco_results(seen[-1], categories, detections)
+                found = model(images)
+                for answer in found:
+                    if "masks" in answer:
+                        answer["masks"] = answer["masks"][:, 0] > 0.5
+                precision.update(found, whole)
+                seen += len(whole)
         model.train(was)
         if not seen:
             raise ValueError(f"no image of {scenes.files.path} can be read")
-        means = {part: total / len(seen) for part, total in totals.items()}
-        scores = average_precision(scenes.truth, rows, self.detector.masks, seen)
-        return {"loss": sum(means.values()), **means, **scores, "n": len(seen)}
+        means = {part: total / seen for part, total in totals.items()}
+        return {"loss": sum(means.values()), **means, **average_precision(precision), "n": seen}
 
     def _samples(self, scenes: Scenes, augment: SceneAugmentation | None) -> Samples:
         return Samples(scenes, masks=self.detector.masks, augment=augment, seed=self.settings.seed)

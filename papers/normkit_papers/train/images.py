@@ -23,7 +23,7 @@ from normkit_papers.models.torchvision_ops import load_torchvision
 from normkit_papers.train.config import ImageRun, Images
 from normkit_papers.train.lightning import WeightAveraging, lightning
 from normkit_papers.train.task import Batch, Task, decay_groups
-from normkit_papers.train.weights import head_of, start_from
+from normkit_papers.train.weights import start_from
 
 TEST_BATCH = 256  # images
 SHARP = 4  # times the model's size: a smaller image would be visible in the smallest crop, 8 % of its area
@@ -88,7 +88,7 @@ class ImageClassification(Task):
         """Load the weights from which fine-tuning starts."""
         run = self.settings
         if run.weights:
-            self.initialized = start_from(run.weights, self.model, head_of(self.model, self.classes))
+            self.initialized = start_from(run.weights, self.model, self.model.get_submodule("head"))
         elif run.body_lr != 1:
             raise ValueError(f"body_lr={run.body_lr:g} needs weights to start from; give --weights FILE")
 
@@ -143,7 +143,7 @@ class ImageClassification(Task):
         run = self.settings
         if run.body_lr == 1:
             return super().parameter_groups()
-        head = list(head_of(self.model, self.classes).parameters())
+        head = list(self.model.get_submodule("head").parameters())
         of_head = {id(parameter) for parameter in head}
         body = [parameter for parameter in self.model.parameters() if id(parameter) not in of_head]
         parts = ((head, run.lr), (body, run.body_lr * run.lr))

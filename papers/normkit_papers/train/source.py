@@ -1,7 +1,6 @@
 """Find the data of a run by its name and its task, and return a function that reads it."""
 
 import functools
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,18 +8,22 @@ from typing import Any
 from normkit._util import pick, require
 from normkit_papers.data import OnStage
 from normkit_papers.data.corpora import CORPORA, locate
-from normkit_papers.data.embedded import SOURCES, Digits, Pairs, Text, reader
+from normkit_papers.data.embedded import SOURCES, reader
 from normkit_papers.data.images import IMAGE_SETS, find_images, read_images
-from normkit_papers.data.prepare import Parallel, prepare
-from normkit_papers.data.scenes import SceneData, find_scenes
+from normkit_papers.data.prepare import prepare
+from normkit_papers.data.scenes import SCENE_SETS, SceneData, find_scenes
 from normkit_papers.tasks import TASKS
 from normkit_papers.train.config import DetectionRun, ImageRun, LanguageRun, Run, TranslationRun
 from normkit_papers.train.folder import Loaded, check_vocabularies
 
 Reader = Callable[[], Any]
 
-KINDS = {"g2p": Pairs, "mt": Parallel, "lm": Text, "digits": Digits}
-"""Kind of data that a task can train on."""
+TASK_OF: dict[str, str] = {
+    "cmudict": "g2p", "pydoc": "lm", "digits": "digits",
+    **{name: "mt" if corpus.kind == "parallel" else "lm" for name, corpus in CORPORA.items()},
+    **dict.fromkeys(IMAGE_SETS, "images"), **dict.fromkeys(SCENE_SETS, "detection"),
+}  # fmt: skip
+"""The task that can train on a data set, by its name."""
 
 
 def source(run: Run, on_stage: OnStage = lambda stage: None) -> Reader:
@@ -33,16 +36,9 @@ def source(run: Run, on_stage: OnStage = lambda stage: None) -> Reader:
     Raises:
         ValueError: If the data is missing or of a kind that the task cannot train on. Nothing has been read then.
     """
-    spec = pick(TASKS, run.task, "task")
-    if run.data in IMAGE_SETS and run.task != "images":
-        raise ValueError(f"{run.data} has images; task {run.task} cannot train on them")
-    kind = inspect.get_annotations(SOURCES[run.data]).get("return") if run.data in SOURCES else None
-    tasks = [task for task, needed in KINDS.items() if needed is kind]
-    if tasks and run.task in KINDS and run.task not in tasks:
-        raise ValueError(
-            f"task {run.task} cannot train on {run.data}, which is data of task {' and '.join(tasks)}; "
-            "leave data out to use the recipe's own, or name other data"
-        )
+    spec, needed = pick(TASKS, run.task, "task"), TASK_OF.get(run.data, run.task)
+    if needed != run.task:
+        raise ValueError(f"{run.data} is data of task {needed}; task {run.task} cannot train on it")
     return spec.load("data")(run, on_stage)
 
 
@@ -60,8 +56,6 @@ def open_task(loaded: Loaded) -> Any:
 
 def sequences(run: Run, on_stage: OnStage) -> Reader:
     """Find an embedded data set, or a folder of sequences."""
-    if run.data in CORPORA:
-        raise ValueError(f"{run.data} is a corpus of kind {CORPORA[run.data].kind}; task {run.task} cannot train on it")
     if run.task == "digits" and run.data not in SOURCES:
         given = f"the folder {run.data}" if Path(run.data).is_dir() else repr(run.data)
         raise ValueError(

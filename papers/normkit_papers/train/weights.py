@@ -120,18 +120,6 @@ def mean_weights(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
-def head_of(model: nn.Module, classes: int) -> nn.Linear:
-    """Return the last linear layer with one output per class.
-
-    >>> head_of(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)), 3)
-    Linear(in_features=8, out_features=3, bias=True)
-    """
-    heads = [module for module in model.modules() if isinstance(module, nn.Linear) and module.out_features == classes]
-    if not heads:
-        raise ValueError(f"the model has no linear layer with {classes} outputs, so no head")
-    return heads[-1]
-
-
 @torch.no_grad()
 def start_from(weights: str, model: nn.Module, head: nn.Module | None = None, prefix: str = "") -> list[str]:
     """Load pretrained weights into a model, in place.
