@@ -28,20 +28,6 @@ def affine_gradients(dy, z):
 # -- per token --------------------------------------------------------------------------------------------------------
 
 
-class Layer:
-    """Ba et al. 2016: gamma (x - mean) / sqrt(var + eps) + beta, biased variance of a token."""
-
-    def __init__(self, dim, eps=1e-5):
-        self.eps = eps
-
-    def step(self, x, dy, keep, weight, bias):
-        centred = x - x.mean(-1, keepdims=True)
-        sigma = np.sqrt((centred**2).mean(-1, keepdims=True) + self.eps)
-        z, g = centred / sigma, weight * dy
-        dx = (g - g.mean(-1, keepdims=True) - z * (g * z).mean(-1, keepdims=True)) / sigma
-        return {"y": weight * z + bias, "dx": dx, **affine_gradients(dy, z)}
-
-
 class RMS:
     """Zhang & Sennrich 2019: y = gamma x / sqrt(mean x^2 + eps), without bias.
 
@@ -91,6 +77,13 @@ class Instance(Group):
 
     def __init__(self, dim, eps=1e-5):
         super().__init__(dim, eps, dim, "sample")
+
+
+class Layer(Group):
+    """Ba et al. 2016: gamma (x - mean) / sqrt(var + eps) + beta, biased variance of a token: one group."""
+
+    def __init__(self, dim, eps=1e-5):
+        super().__init__(dim, eps, 1)
 
 
 class Scale:

@@ -1,9 +1,13 @@
 """Specs with short warm-ups, random norms, and a training step, for all laws."""
 
+import resource
+import signal
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from normkit.kernels.dispatch import kernels
 from normkit.norms import NORMS, Norm, StatNorm, make, options
@@ -116,3 +120,42 @@ def several_steps(norm, draw, masked, choice):
         seen += [y.detach(), x.grad, *(p.grad.clone() for p in norm.parameters() if p.grad is not None)]
         seen += [b.clone() for b in norm.buffers()]
     return seen
+
+
+def equal_steps(spec, masked, choice, draw, prepare=lambda norm: None):
+    """Compare six steps by other kernels with those of the reference."""
+    found = []
+    for each in (choice, "reference"):
+        torch.manual_seed(0)
+        norm = make(spec, 40).to(draw(1).device)  # two programs in Triton, one of which has channels to spare
+        for parameter in norm.parameters():
+            torch.nn.init.normal_(parameter)
+        prepare(norm)
+        found.append(several_steps(norm, draw, masked, each))
+    torch.testing.assert_close(*found, atol=3e-5, rtol=3e-5, equal_nan=True)
+
+
+def two_forwards_a_step(spec, choice, recomputed, draw):
+    """Return gradients and state of three steps with two forwards in one graph, recomputed or not."""
+    torch.manual_seed(0)
+    norm, seen = make(spec, 24).to(draw(1).device), []
+    with kernels(choice):
+        for _ in range(3):
+            one, two = (draw(5, 24).requires_grad_() for _ in range(2))
+            parts = [checkpoint(norm, x, use_reentrant=False) if recomputed else norm(x) for x in (one, two)]
+            (parts[0] + 2 * parts[1]).backward(draw(5, 24))
+            seen += [one.grad, two.grad]
+    return [*seen, *(p.grad for p in norm.parameters()), *norm.buffers()]
+
+
+@contextmanager
+def full_disk(size=3000):
+    """A limit on the size of files within the block, as a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)

@@ -140,7 +140,7 @@ def test_python_folds_in_memory_to_the_same_numbers(tmp_path):
     assert tensors_of(tmp_path / "saved") == tensors_of(tmp_path / "model")
 
 
-@pytest.mark.parametrize("name", ["OPT", "Starcoder2", "Bloom", "GptOss"])
+@pytest.mark.parametrize("name", ["OPT", "GptOss"])
 def test_what_python_folds_opens_by_its_own_class_unless_told_otherwise(name, tmp_path):
     model = model_of(name)
     folded, report = fold(model, input_ids=IDS, outputs=lambda out: out.logits)
@@ -153,14 +153,6 @@ def test_what_python_folds_opens_by_its_own_class_unless_told_otherwise(name, tm
     assert free.state_dict().keys() != model.state_dict().keys()
 
 
-def test_a_tied_model_names_the_gain_that_stays_and_its_price():
-    model = model_of("Llama", tie_word_embeddings=True)
-    _, report = fold(model, input_ids=IDS, outputs=lambda out: out.logits)
-    (row,) = [row for row in report if row.action == "kept"]
-    assert row.name == "model.norm"
-    assert f"{48 * 16} parameters" in row.why
-
-
 def test_norms_with_frozen_statistics_stay_where_the_architecture_does():
     model = nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4), nn.Flatten(), nn.LayerNorm(12), nn.Linear(12, 2))
     for module in (model[1], model[3]):
@@ -171,7 +163,7 @@ def test_norms_with_frozen_statistics_stay_where_the_architecture_does():
     torch.testing.assert_close(folded(x := torch.randn(3, 4, 3)), model(x))
 
 
-@pytest.mark.parametrize("name", ["Llava", "Gemma3", "Qwen2VL"])
+@pytest.mark.parametrize("name", ["Llava", "Qwen2VL"])
 def test_the_language_model_of_a_model_for_images_folds_with_a_text_prompt(name, tmp_path):
     seen = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
             "image_size": 8, "patch_size": 4}  # fmt: skip
@@ -179,9 +171,6 @@ def test_the_language_model_of_a_model_for_images_folds_with_a_text_prompt(name,
     config = {
         "Llava": lambda: T.LlavaConfig(
             text_config=T.LlamaConfig(**GROUPED), vision_config=T.CLIPVisionConfig(**seen), image_token_index=5
-        ),
-        "Gemma3": lambda: T.Gemma3Config(
-            text_config=HEADS, vision_config={**seen, "vision_use_head": False}, mm_tokens_per_image=4
         ),
         "Qwen2VL": lambda: T.Qwen2VLConfig(
             text_config=GROUPED | rope, image_token_id=5, video_token_id=6, vision_start_token_id=7,

@@ -1,19 +1,21 @@
-"""Exported files run, compute the same, and folded graphs hold no norm."""
+"""Exported files run, compute the same, and folded graphs hold no norm; exports in 8-bit integers."""
 
 import sys
+from collections import Counter
 
 import onnx
 import pytest
 import torch
-from third_party_models import CASES, case_of, randomize
+from small_models import built
+from third_party_models import case_of, randomize
 from torch import Tensor, nn
 
 from normkit.fold import fold
 from normkit.models import convert, export
-from normkit.models.export import operations_of, program_of
+from normkit.models.invoke import Call
+from normkit.models.quantize import calibration
 from normkit.norms import make
 
-MODELS = ["bert", "t5", "torch_encoder_pre", "torchvision_swin"]
 OTHERWISE = {  # divisions and means that are no norm's
     "t5": {"Div", "aten.div"},  # buckets of relative positions
     "torchvision_swin": {"ReduceMean"},  # pooling of all positions before the head
@@ -26,7 +28,7 @@ def folded(name: str):
     return case, model, fold(model, *case.args, outputs=case.outputs, untie=True, **case.kwargs)[0]
 
 
-@pytest.mark.parametrize(("name", "ending"), [*((name, "onnx") for name in MODELS), ("bert", "pt2"), ("t5", "pt2")])
+@pytest.mark.parametrize(("name", "ending"), [("torchvision_swin", "onnx"), ("t5", "pt2")])
 def test_a_folded_graph_holds_no_normalization_no_division_no_root(name, ending, tmp_path):
     case, _, plain = folded(name)
     path = tmp_path / f"model.{ending}"
@@ -36,18 +38,16 @@ def test_a_folded_graph_holds_no_normalization_no_division_no_root(name, ending,
     assert set(exported.normalizing) <= OTHERWISE.get(name, set()), str(exported)
 
 
-@pytest.mark.parametrize("ending", ["onnx", "pt2"])
-def test_exported_graph_holds_online_norms_and_multiply_adds_of_offline_ones(ending, tmp_path):
+def test_exported_graph_holds_online_norms_and_multiply_adds_of_offline_ones(tmp_path):
     case, model, plain = folded("hf_vit")
     counts = {}
     for key, each in (("layer", case.model), ("un", model), ("folded", plain)):
-        counts[key] = export(each, tmp_path / f"{key}.{ending}", outputs=case.outputs, **case.kwargs)
+        counts[key] = export(each, tmp_path / f"{key}.onnx", outputs=case.outputs, **case.kwargs)
     assert sum(counts["layer"].normalizing.values()) == 5
-    if ending == "onnx":
-        assert counts["un"].normalizing == counts["folded"].normalizing == {}
-        extra = {op: n - counts["folded"].operations.get(op, 0) for op, n in counts["un"].operations.items()}
-        assert {op: n for op, n in extra.items() if n} == {"Mul": 5, "Add": 5}
-    assert sum(counts["folded"].operations.values()) < sum(counts["un"].operations.values())
+    assert counts["un"].normalizing == counts["folded"].normalizing == {}
+    extra = {op: n - counts["folded"].operations.get(op, 0) for op, n in counts["un"].operations.items()}
+    assert {op: n for op, n in extra.items() if n} == {"Mul": 5, "Add": 5}
+    assert export(case.model, tmp_path / "m.pt2", outputs=case.outputs, **case.kwargs).normalizing
 
 
 def test_an_exported_file_takes_other_batch_sizes_and_lengths(tmp_path):
@@ -55,6 +55,7 @@ def test_an_exported_file_takes_other_batch_sizes_and_lengths(tmp_path):
 
     case, _, plain = folded("bert")
     done = export(plain, tmp_path / "model.onnx", outputs=case.outputs, **case.kwargs)
+    assert not done.normalizing
     assert done.dynamic == {"input_ids": (0, 1), "attention_mask": (0, 1)}
     session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
     assert [slot.name for slot in session.get_inputs()] == ["input_ids", "attention_mask"]
@@ -66,39 +67,19 @@ def test_an_exported_file_takes_other_batch_sizes_and_lengths(tmp_path):
     onnx.checker.check_model(str(tmp_path / "model.onnx"))
 
 
-def test_a_single_row_and_a_fixed_batch(tmp_path):
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
-    assert export(model, tmp_path / "a.onnx", torch.randn(1, 4)).max_error < 1e-6
-    assert export(model, tmp_path / "b.pt2", torch.randn(3, 4), dynamic=False).operations == {
-        "aten.linear": 1,
-        "aten.relu": 1,
-    }
-
-
-def test_operations_are_counted():
-    assert operations_of(program_of(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)).eval(), torch.zeros(1, 2))) == {
-        "aten.layer_norm": 1,
-        "aten.linear": 1,
-    }
-
-
-class Several(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.head = make("un", 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, scale: float, more=None):
-        y = self.head(self.norm(x))
+def test_mappings_numbers_and_nested_inputs(tmp_path):
+    def forward(m, x: Tensor, scale: float, more=None):
+        y = m.head(m.norm(x))
         return {"logits": y * scale, "rest": (y, None)} if more is None else {"logits": y + more["bias"]}
 
-
-def test_mappings_numbers_and_nested_inputs(tmp_path):
-    model = randomize(Several()).eval()
+    model = randomize(built(forward, norm=make("un", 4), head=nn.Linear(4, 2))).eval()
     x = torch.randn(3, 4)
     assert export(model, tmp_path / "a.onnx", x, 2.0).max_error < 1e-6
     assert export(model, tmp_path / "b.onnx", x, 2.0, more={"bias": torch.randn(3, 2)}).max_error < 1e-6
     one = export(model, tmp_path / "c.pt2", x, 2.0, outputs=lambda out: out["logits"])
     assert one.max_error < 1e-6
+    total, given = built(lambda m, *xs: xs[0] + 2 * xs[1]).eval(), (x, torch.randn(3, 4, requires_grad=True))
+    assert export(total, tmp_path / "d.onnx", *given).max_error < 1e-6
 
 
 def test_a_file_that_is_wrong_replaces_none(tmp_path, monkeypatch):
@@ -112,51 +93,15 @@ def test_a_file_that_is_wrong_replaces_none(tmp_path, monkeypatch):
     assert path.read_bytes() == before
 
 
-def test_inputs_without_names_and_with_gradients(tmp_path):
-    class Sum(nn.Module):
-        def forward(self, *xs):
-            return xs[0] + 2 * xs[1]
-
-    given = (torch.randn(2, 4), torch.randn(2, 4, requires_grad=True))
-    assert export(Sum().eval(), tmp_path / "m.onnx", *given).max_error < 1e-6
-
-
-def test_bad_input_raises(tmp_path, monkeypatch):
-    model = nn.Sequential(make("un", 4), nn.Linear(4, 2))
-    with pytest.raises(ValueError, match="training mode"):
-        export(model, tmp_path / "m.onnx", torch.randn(2, 4))
-    model.eval()
-    with pytest.raises(ValueError, match=r"m\.pb"):
-        export(model, tmp_path / "m.pb", torch.randn(2, 4))
-    with pytest.raises(ValueError, match="could not run the model"):
-        export(model, tmp_path / "m.onnx", torch.randn(2, 3))
-    with pytest.raises(ValueError, match="no tensor"):
-        export(model, tmp_path / "m.onnx", torch.randn(2, 4), outputs=lambda out: None)
-    with pytest.raises(ValueError, match="could not apply outputs= to what the model returned"):
-        export(model, tmp_path / "m.pt2", torch.randn(2, 4), outputs=lambda out: out.logits)
-    for wrong in (-1.0, "low"):
-        with pytest.raises(ValueError, match="tolerance must be a number of at least 0; got "):
-            export(model, tmp_path / "m.pt2", torch.randn(2, 4), tolerance=wrong)
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(ImportError, match=r"pip install 'normkit\[export\]'"):
-        export(model, tmp_path / "m.onnx", torch.randn(2, 4))
-    assert "torch_encoder_pre" in CASES
-
-
-class Masked(nn.Module):
+def test_masks_leave_the_batch_open_and_no_operation(tmp_path):
     """A model that adds to its input in place, and also returns the size of the batch."""
 
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear, self.offset = nn.LayerNorm(8), nn.Linear(8, 8), nn.Parameter(torch.randn(8))
+    def forward(m, x, attention_mask=None):
+        x += m.offset
+        return m.linear(m.norm(x)), x.shape[0]
 
-    def forward(self, x, attention_mask=None):
-        x += self.offset
-        return self.linear(self.norm(x)), x.shape[0]
-
-
-def test_masks_leave_the_batch_open_and_no_operation(tmp_path):
-    model = convert(Masked(), "un", mask_from="attention_mask").eval()
+    model = built(forward, norm=nn.LayerNorm(8), linear=nn.Linear(8, 8), offset=nn.Parameter(torch.randn(8)))
+    model = convert(model, "un", mask_from="attention_mask").eval()
     for batch in (4, 5):
         x, mask = torch.randn(batch, 5, 8), torch.ones(batch, 5, dtype=torch.bool)
         done = export(model, tmp_path / "model.pt2", x.clone(), attention_mask=mask)
@@ -168,20 +113,147 @@ def test_masks_leave_the_batch_open_and_no_operation(tmp_path):
             torch.testing.assert_close(program(x.clone(), mask)[0], model(x.clone(), mask)[0])
 
 
-class FixedLength(nn.Module):
-    """A model whose weights mix tokens, as in MLP-Mixer: it takes one length."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.channels = nn.Linear(6, 6), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.channels(self.tokens(x.mT).mT)
-
-
 @pytest.mark.parametrize("ending", ["onnx", "pt2"])
 def test_an_axis_that_the_model_fixes_stays_fixed(ending, tmp_path):
-    done = export(FixedLength().eval(), tmp_path / f"model.{ending}", torch.randn(3, 6, 8))
+    """Weights that mix tokens, as in MLP-Mixer, take one length."""
+    model = built(lambda m, x: m.channels(m.tokens(x.mT).mT), tokens=nn.Linear(6, 6), channels=nn.Linear(8, 8)).eval()
+    done = export(model, tmp_path / f"model.{ending}", torch.randn(3, 6, 8))
     assert done.dynamic == {"x": (0,)}
     assert done.max_error < 1e-6
     assert export(nn.Linear(4, 2).eval(), tmp_path / f"one.{ending}", torch.randn(3, 4), dynamic=False).dynamic == {}
+    assert export(nn.Linear(4, 2).eval(), tmp_path / f"row.{ending}", torch.randn(1, 4)).max_error < 1e-6
+
+
+def test_bad_input_raises_before_anything_is_written(tmp_path, monkeypatch):
+    model, x, path = nn.Sequential(make("un", 4), nn.Linear(4, 2)).eval(), torch.randn(2, 4), tmp_path / "m.pt2"
+    (tmp_path / "folder.pt2").mkdir()
+    for named, call in (
+        ("training mode", lambda: export(nn.Linear(4, 2), path, x)),
+        (r"m\.pb", lambda: export(model, tmp_path / "m.pb", x)),
+        (r"folder\.pt2", lambda: export(model, tmp_path / "folder.pt2", x)),
+        ("path", lambda: export(model, 3, x)),
+        ("run the model", lambda: export(model, path, torch.randn(2, 3))),
+        ("finite", lambda: export(model, path, x * float("nan"))),
+        ("no tensor", lambda: export(model, path, x, outputs=lambda out: None)),
+        ("outputs=", lambda: export(model, path, x, outputs=lambda out: out.logits)),
+        ("outputs", lambda: export(model, path, x, outputs={})),
+        ("dynamic", lambda: export(model, path, x, dynamic="x")),
+        *(("tolerance", lambda t=t: export(model, path, x, tolerance=t)) for t in (-1.0, "low", float("nan"))),
+    ):
+        with pytest.raises((TypeError, ValueError), match=named):
+            call()
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(ImportError, match=r"normkit\[export\]"):
+        export(model, tmp_path / "m.onnx", x)
+    assert [file.name for file in tmp_path.iterdir()] == ["folder.pt2"]
+
+
+# -- 8-bit integers ----------------------------------------------------------------------------------------------------
+
+
+class Mixer(nn.Module):
+    """Pre-norm blocks."""
+
+    def __init__(self, width: int = 16, depth: int = 2):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(depth)])
+        self.into, self.out = (nn.ModuleList([nn.Linear(width, width) for _ in range(depth)]) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, into, out in zip(self.norms, self.into, self.out, strict=True):
+            x = x + out(torch.relu(into(norm(x))))
+        return x
+
+
+@pytest.fixture(scope="module")
+def mixer() -> nn.Module:
+    torch.manual_seed(0)
+    return fold(randomize(convert(Mixer(), "un")).eval(), torch.randn(4, 16))[0]
+
+
+def test_keywords_of_a_batch_may_come_in_any_order():
+    ids, mask = torch.ones(2, 3), torch.zeros(2, 3)
+    batches = calibration([{"mask": mask, "ids": ids}], Call((), {"ids": ids, "mask": mask}), dynamic=True)
+    assert batches[0][0] is ids
+    assert batches[0][1] is mask
+
+
+def test_bad_batches_and_formats_are_named(mixer, tmp_path):
+    x, path = torch.randn(4, 16), tmp_path / "m.onnx"
+    for named, given in (
+        ("no batch", []),
+        (r"batch 1 .*float32\[4, 8\].*float32\[4, 16\]", [x, torch.randn(4, 8)]),
+        (r"x=float32\[4, 16\]", [{"x": x}]),
+        (r"batch 0 .*int64\[4, 16\]", [x.long()]),
+        (r"batch 0 .*'words'", ["words"]),
+        (r"batch 1 .*NaN", [x, x / 0]),
+        ("int8", True),
+        ("int8", "words"),
+        ("int8", x),
+    ):
+        with pytest.raises((TypeError, ValueError), match=named):
+            export(mixer, path, x, int8=given)
+    with pytest.raises(ValueError, match=r"missing.m\.onnx"):
+        export(mixer, tmp_path / "missing" / "m.onnx", x)
+    with pytest.raises(ValueError, match="example"):
+        export(mixer, path, x, dynamic=False, int8=[torch.randn(2, 16)])
+    with pytest.raises(ValueError, match="stream"):
+        export(mixer, path, x, int8="dynamic", stream=True)
+    with pytest.raises(ValueError, match=r"m\.pt2"):
+        export(mixer, tmp_path / "m.pt2", x, int8=[x])
+    assert not path.exists()
+
+
+def test_dynamic_integers_have_a_scale_for_each_channel_and_take_any_length(tmp_path):
+    import onnxruntime
+
+    case = case_of("bert")
+    done = export(case.model, tmp_path / "m.onnx", outputs=case.outputs, int8="dynamic", **case.kwargs)
+    assert done.cosine > 0.99, str(done)
+    assert done.operations["MatMulInteger"] > 0
+    graph = onnx.load(done.path).graph
+    scales = [array.dims for array in graph.initializer if array.name.endswith("_scale") and array.dims]
+    assert any(dims[0] > 1 for dims in scales)
+    session = onnxruntime.InferenceSession(str(done.path))
+    more = {key: torch.cat([t, t[:, :3]], 1).numpy() for key, t in case.kwargs.items()}
+    assert session.run(None, more)[0].shape[1] == more["input_ids"].shape[1]
+
+
+def test_weights_that_are_not_square_are_quantized_dynamically(tmp_path):
+    torch.manual_seed(0)
+    for model in (nn.Linear(8, 2), nn.Sequential(nn.Linear(8, 5, bias=False), nn.ReLU(), nn.Linear(5, 3))):
+        assert export(model.eval(), tmp_path / "m.onnx", torch.randn(4, 8), int8="dynamic").cosine > 0.99
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporters' own
+def test_integers_are_close_to_the_float_model_where_the_scope_puts_them(mixer, tmp_path):
+    x, batches, read_by = torch.randn(4, 16), torch.randn(8, 4, 16), {}
+    in_float = export(mixer, tmp_path / "float.onnx", x)
+    assert in_float.cosine is None
+    for scope in ("dynamic", "products", "stream"):
+        int8 = scope if scope == "dynamic" else [*batches]
+        done = export(mixer, tmp_path / "m.onnx", x, int8=int8, stream=scope == "stream")
+        assert in_float.max_error < 1e-4 < done.max_error < 0.2, str(done)
+        assert done.cosine > 0.99, str(done)
+        graph = onnx.load(done.path).graph
+        dequantized = {node.output[0] for node in graph.node if node.op_type == "DequantizeLinear"}
+        read_by[scope] = Counter(node.op_type for node in graph.node if dequantized.issuperset(node.input[:2]))
+    assert read_by["products"]["Gemm"] == 4
+    assert read_by["products"]["Add"] == 0
+    assert read_by["stream"]["Add"] == 2
+    assert list(tmp_path.glob("*prepared*")) == []
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporters' own
+def test_masks_and_sums_of_positions_are_no_integers_of_eight_bits(tmp_path):
+    case, ids = case_of("bert"), torch.randint(0, 10, (4, 6))
+    assert (case.kwargs["attention_mask"] == 0).any()
+    given = {"int8": [case.kwargs], "stream": True, "outputs": case.outputs}
+    done = export(case.model, tmp_path / "m.onnx", **given, **case.kwargs)
+    assert done.cosine > 0.99, str(done)
+    positions = built(  # which it counts from 1
+        lambda m, tokens: m.out(m.tokens(tokens) + m.places(torch.arange(tokens.shape[1]) + 1)),
+        tokens=nn.Embedding(10, 16), places=nn.Embedding(10, 16), out=nn.Linear(16, 4),
+    )  # fmt: skip
+    done = export(positions.eval(), tmp_path / "m.onnx", ids, int8=[ids], stream=True)
+    assert done.cosine > 0.99, str(done)

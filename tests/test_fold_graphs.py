@@ -9,6 +9,7 @@ import torch
 from fold_cases import randomize
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import built
 from torch import Tensor, nn
 
 from normkit.fold import fold
@@ -43,7 +44,8 @@ class Graph(nn.Module):
             return make("batch" if kind == "norm" else "un(bias=False)", WIDTH)
         if kind == "tied":
             return nn.Linear(WIDTH, 7, bias=False)
-        return Gain() if kind == "layer scale" else nn.Identity()
+        gamma = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        return built(lambda m, x: x * m.gamma, gamma=gamma) if kind == "layer scale" else nn.Identity()
 
     def forward(self, ids: Tensor) -> list[Tensor]:
         values, given = [self.embedding(ids)], []
@@ -63,21 +65,10 @@ class Graph(nn.Module):
         return [*given, *(self.head(torch.tanh(values[k % len(values)])) for k in self.outputs), self.head(values[-1])]
 
 
-class Gain(nn.Module):
-    """LayerScale."""
-
-    def __init__(self):
-        super().__init__()
-        self.gamma = nn.Parameter(torch.rand(WIDTH) + 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gamma
-
-
 steps = st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 20), st.integers(0, 20)), min_size=2, max_size=9)
 
 
-def built(steps, outputs, negative: bool) -> Graph:
+def model_of(steps, outputs, negative: bool) -> Graph:
     torch.manual_seed(len(steps))
     model = randomize(Graph(steps, outputs)).eval()
     if negative:
@@ -88,12 +79,12 @@ def built(steps, outputs, negative: bool) -> Graph:
     return model
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(steps, st.lists(st.integers(0, 20), max_size=2), st.booleans())
 def test_random_graphs_fold_exactly(steps, outputs, negative):
     if not any(kind in ("norm", "gain") for kind, _, _ in steps):
         return
-    model = built(steps, outputs, negative)
+    model = model_of(steps, outputs, negative)
     ids = torch.randint(7, (2, 5), generator=torch.Generator().manual_seed(0))
     before = [t.clone() for t in model.state_dict().values()]
     folded, report = fold(model, ids)
@@ -106,12 +97,12 @@ def test_random_graphs_fold_exactly(steps, outputs, negative):
     assert report.saved == removed, str(report)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(steps, st.lists(st.integers(0, 20), max_size=2))
 def test_no_larger_set_of_norms_could_vanish(steps, outputs):
     if not 1 <= sum(kind in ("norm", "gain") for kind, _, _ in steps) <= 5:
         return
-    model = built(steps, outputs, False)
+    model = model_of(steps, outputs, False)
     ids = torch.randint(7, (2, 5), generator=torch.Generator().manual_seed(0))
     survey = Survey(model, Call((ids,), {}), None, False, True, "fold")
     relations = Relations(survey.trace, survey.model, {})

@@ -6,10 +6,10 @@ import gc
 import pytest
 import torch
 from norm_cases import DIM, STAT_SPECS, batch, random_norm, train_step
-from normkit_papers.train.lightning import lightning
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
 from torch.testing import assert_close
+from torchvision_stub import load_torchvision
 
 import normkit as nk
 from normkit.norms import make
@@ -19,12 +19,11 @@ def buffers(norm):
     return {name: t.clone() for name, t in norm.state_dict().items()}
 
 
-@pytest.mark.parametrize("spec", STAT_SPECS)
+@pytest.mark.parametrize("spec", [*STAT_SPECS, "batch(scalar=True)"])
 def test_state_moves_once_a_step_by_the_joint_batch(spec):
     """Each batch is standardized as by a norm that does not follow."""
     parts, whole = random_norm(spec), random_norm(spec)
-    optimizer = torch.optim.SGD(parts.parameters(), lr=0.0)
-    nk.follow_optimizer(parts, optimizer)
+    _, optimizer = followed(parts)
     for i in range(4):
         sizes = (2, 5, 3)
         xs = [batch(9 * i + j, n, DIM) for j, n in enumerate(sizes)]
@@ -48,9 +47,7 @@ def test_state_moves_once_a_step_by_the_joint_batch(spec):
 
 def test_nu_moves_by_the_gamma_of_all_batches_together():
     """Equation 13: Gamma is the mean of 1 and 9."""
-    norm = make("power(groups=0, warmup=0, eps=0.0)", 1)
-    optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)
-    nk.follow_optimizer(norm, optimizer)
+    norm, optimizer = followed(make("power(groups=0, warmup=0, eps=0.0)", 1))
     norm.nu.fill_(1.0)
     for value in (1.0, 3.0):
         (norm(torch.full((4, 1), value).requires_grad_()) * 0).sum().backward()
@@ -58,21 +55,15 @@ def test_nu_moves_by_the_gamma_of_all_batches_together():
     assert_close(norm.nu, torch.full((1, 1), 1 - 0.1 * 5))
 
 
-def test_one_scalar_stays_one_scalar_over_joint_batches():
-    norm = make("batch(scalar=True)", DIM)
-    optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)
-    nk.follow_optimizer(norm, optimizer)
-    for i in range(6):
-        norm(batch(i, 5, DIM, dtype=torch.float32) * torch.arange(1, DIM + 1) + i * torch.arange(DIM))
-    optimizer.step()
-    assert norm.step == 1
-    assert (norm.running[1] == norm.running[1, 0]).all()
-    assert not (norm.running[0] == norm.running[0, 0]).all()
-
-
 def tiny(spec="un(warmup=2, window=2)"):
     torch.manual_seed(0)
     return nn.Sequential(make(spec, 4), nn.Linear(4, 4), make(spec, 4), nn.Linear(4, 1))
+
+
+def followed(model, lr=0.0):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    nk.follow_optimizer(model, optimizer)
+    return model, optimizer
 
 
 def draw(seed):
@@ -107,6 +98,9 @@ def test_optimizer_created_later_is_followed():
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on loaders
 def test_lightning_with_accumulation_moves_state_as_a_plain_loop(tmp_path):
+    load_torchvision()  # torchmetrics, which Lightning imports, imports it
+    lightning = pytest.importorskip("lightning.pytorch")
+
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
@@ -125,8 +119,7 @@ def test_lightning_with_accumulation_moves_state_as_a_plain_loop(tmp_path):
         enable_model_summary=False, enable_checkpointing=False, default_root_dir=tmp_path,
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader([draw(i) for i in range(7)], batch_size=None))
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.0)
-    nk.follow_optimizer(plain, optimizer)
+    _, optimizer = followed(plain)
     run_epochs(plain, optimizer, epochs=1)
     assert module.inner[0].step == 3
     for (name, mine), theirs in zip(buffers(plain).items(), buffers(module.inner).values(), strict=True):
@@ -153,14 +146,11 @@ def test_remove_restores_the_default_and_frees_the_model():
 @pytest.mark.parametrize("spec", ["un(warmup=2, window=2)", "power"])
 def test_checkpoints_do_not_change(spec):
     model, plain = tiny(spec), tiny(spec)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    nk.follow_optimizer(model, optimizer)
+    _, optimizer = followed(model, lr=0.1)
     run_epochs(model, optimizer)
     assert model.state_dict().keys() == plain.state_dict().keys()
     plain.load_state_dict(model.state_dict())
-    again = tiny(spec)
-    optimizer = torch.optim.SGD(again.parameters(), lr=0.1)
-    nk.follow_optimizer(again, optimizer)
+    again, optimizer = followed(tiny(spec), lr=0.1)
     again(torch.randn(6, 4)).mean().backward()
     again.load_state_dict(plain.state_dict())  # what was pending belongs to the old weights
     optimizer.zero_grad()
@@ -192,9 +182,7 @@ def test_a_warm_up_that_has_ended_stays_so_when_resumed_and_starts_again_when_re
 
 
 def test_unusable_batches_and_skipped_steps_move_nothing():
-    model = tiny("batch")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    nk.follow_optimizer(model, optimizer)
+    model, optimizer = followed(tiny("batch"))
     model(torch.full((3, 4), float("inf")))
     optimizer.step()
     assert (model[0].step, model[0].skipped) == (0, 1)
@@ -220,8 +208,11 @@ def test_a_step_that_grad_scaler_skips_moves_nothing(fused):
         assert model[0].step == steps
 
 
-def test_a_copy_moves_its_state_by_itself_until_it_follows_too():
+@pytest.mark.parametrize("parametrized", [False, True])
+def test_a_copy_moves_its_state_by_itself_until_it_follows_too(parametrized):
     model = tiny("batch")
+    if parametrized:
+        nn.utils.parametrizations.spectral_norm(model[0], "weight")
     nk.follow_optimizer(model)
     model(torch.randn(8, 4)).sum().backward()
     twin, average = copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model)
@@ -235,46 +226,30 @@ def test_a_copy_moves_its_state_by_itself_until_it_follows_too():
     assert_close(average.module[0].running, model[0].running)
 
 
-def test_a_copy_of_a_parametrized_norm_moves_its_state_by_itself():
-    model = tiny("batch")
-    nn.utils.parametrizations.spectral_norm(model[0], "weight")
-    nk.follow_optimizer(model)
-    twin = copy.deepcopy(model)
-    twin(torch.randn(8, 4))
-    assert (model[0].step, twin[0].step) == (0, 1)
-
-
-def test_norms_that_come_later_follow_from_the_next_step_on():
-    model = nn.Sequential(make("pnv", 4), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    nk.follow_optimizer(model, optimizer)
-    model(torch.randn(8, 4)).sum().backward()
-    optimizer.step()
-    model.insert(0, make("pnv", 4))
-    for _ in range(2):
-        model(torch.randn(8, 4)).sum().backward()
-        model(torch.randn(8, 4)).sum().backward()
-        optimizer.step()
-    assert model[0].step == 2 + 1  # alone until the first step, then together
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside torch.compile
 def test_a_compiled_model_follows_too():
     eager = tiny()
     twin = copy.deepcopy(eager)
     for model, run in ((eager, eager), (twin, torch.compile(twin, backend="aot_eager", fullgraph=True))):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        nk.follow_optimizer(model, optimizer)
+        _, optimizer = followed(model, lr=0.1)
         run_epochs(run, optimizer)
     for (name, mine), theirs in zip(eager.state_dict().items(), twin.state_dict().values(), strict=True):
         assert_close(theirs, mine, msg=name)
     assert eager[0].step == 6
 
 
+def test_norms_that_come_later_follow_from_the_next_step_on():
+    model, optimizer = followed(nn.Sequential(make("pnv", 4), nn.Linear(4, 1)))
+    model.insert(0, make("pnv", 4))
+    for _ in range(2):
+        for _ in range(2):
+            model(torch.randn(8, 4)).sum().backward()
+        optimizer.step()
+    assert model[0].step == 2 + 1  # alone until the first step, then together
+
+
 def test_calibrated_statistics_outlive_the_next_step_of_the_optimizer():
-    model = tiny()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    nk.follow_optimizer(model, optimizer)
+    model, optimizer = followed(tiny())
     x = torch.randn(8, 4)
     model(x).sum().backward()
     nk.calibrate(model, [5 * x], inplace=True)
@@ -283,11 +258,17 @@ def test_calibrated_statistics_outlive_the_next_step_of_the_optimizer():
     assert_close(model[0].running, calibrated, rtol=0, atol=0)
 
 
-def test_bad_input_raises():
-    with pytest.raises(ValueError, match="no norm with running statistics"):
-        nk.follow_optimizer(nn.Sequential(nn.LayerNorm(3)))
-    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer or None; got float"):
-        nk.follow_optimizer(tiny(), 0.1)
+def test_bad_input_and_an_optimizer_of_another_model_raise():
+    original = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    optimizer, model = torch.optim.SGD(original.parameters(), 0.1), nk.convert(original, "un")
+    for given, error, named in (
+        ((original,), ValueError, "norm"), ((model, 0.1), TypeError, "optimizer"),
+        ((model, optimizer), ValueError, "model"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=named):
+            nk.follow_optimizer(*given)
+    assert not model[1].follows_optimizer
+    nk.follow_optimizer(model.requires_grad_(requires_grad=False), optimizer).remove()  # of a head beside it
 
 
 def test_an_optimizer_that_accelerate_prepared_is_followed():
@@ -319,16 +300,6 @@ def test_an_optimizer_that_steps_another_one_is_followed():
             model(torch.randn(6, 4)).square().mean().backward()
         optimizer.second_step()
     assert model[0].step == 3
-
-
-def test_an_optimizer_of_another_model_raises():
-    original = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
-    optimizer, model = torch.optim.SGD(original.parameters(), 0.1), nk.convert(original, "un")
-    with pytest.raises(ValueError, match="holds no parameter of the model"):
-        nk.follow_optimizer(model, optimizer)
-    assert not model[1].follows_optimizer
-    follow_frozen = nk.follow_optimizer(model.requires_grad_(requires_grad=False), optimizer)  # of a head beside it
-    follow_frozen.remove()
 
 
 def test_a_second_link_replaces_the_first():

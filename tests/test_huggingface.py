@@ -5,11 +5,11 @@ Unsafe or damaged ones are refused.
 
 import importlib
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
+from norm_cases import full_disk
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from third_party_models import case_of, randomize
@@ -18,22 +18,19 @@ from normkit.cli import main
 from normkit.fold import fold, to_rms
 from normkit.fold.folders import audit_dir, example_for, fold_dir
 from normkit.models import calibrate, convert, find, load_pretrained, save_pretrained
-from normkit.norms import Norm
+from normkit.norms import LayerNorm, Norm
 
 pytest.importorskip("transformers")
-FOLDED = {
-    "llama": "5 of 5",
-    "gpt2": "5 of 5",
-    "hf_vit": "5 of 5",
-    "t5": "12 of 12",
-    "bert": "6 of 6",
-    "gemma": "5 of 5",
-}
+FOLDED = {"llama": "5 of 5", "gpt2": "5 of 5", "hf_vit": "5 of 5", "t5": "12 of 12"}
 
 
 def call(case, model):
     with torch.no_grad():
         return case.outputs(model(*case.args, **case.kwargs))
+
+
+def ties(model):
+    return len([*model.named_parameters(remove_duplicate=False)]) - len([*model.parameters()])
 
 
 @pytest.mark.parametrize("name", FOLDED)
@@ -49,51 +46,8 @@ def test_saved_converted_model_folds_and_computes_the_same(name, tmp_path):
     assert audit_dir(tmp_path / "model")[0].rows == report.rows
     folded = load_pretrained(tmp_path / "folded")
     assert not any(isinstance(module, Norm) for module in folded.modules())
+    assert ties(folded) == ties(model)
     torch.testing.assert_close(call(case, folded), call(case, model), rtol=1e-4, atol=1e-5)
-
-
-def test_folded_folders_load_and_run_without_normkit(tmp_path):
-    code = """
-import sys
-sys.modules["torchvision"] = None  # transformers does without; its build may not fit this torch
-import importlib.util, torch
-for name in ("llama", "gpt2", "t5"):
-    spec = importlib.util.spec_from_file_location(name, f"{name}/folded/load.py")
-    load = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(load)
-    model = load.model()
-    kwargs, logits = torch.load(f"{name}/example.pt")
-    with torch.no_grad():
-        torch.testing.assert_close(model(**kwargs).logits, logits, rtol=1e-4, atol=1e-5)
-assert not any(name.startswith("normkit") for name in sys.modules)
-"""
-    for name in ("llama", "gpt2", "t5"):
-        case, folder = case_of(name), tmp_path / name
-        model = randomize(convert(case.model, "un")).eval()
-        save_pretrained(model, folder / "model")
-        fold_dir(folder / "model", folder / "folded")
-        torch.save((case.kwargs, call(case, model)), folder / "example.pt")
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
-
-
-def test_a_folder_as_transformers_saves_it_folds_its_gains(tmp_path):
-    case = case_of("llama")
-    case.model.save_pretrained(tmp_path / "model")
-    report = fold_dir(tmp_path / "model", tmp_path / "folded")
-    assert report.count("gain folded") == 5
-    again = load_pretrained(tmp_path / "folded")
-    torch.testing.assert_close(call(case, again), call(case, case.model), rtol=1e-4, atol=1e-5)
-    assert not (tmp_path / "folded" / "load.py").exists(), "norms are left that transformers' class would not have"
-
-
-def test_offline_norms_fold_with_tied_embeddings(tmp_path):
-    model = randomize(convert(case_of("gpt2").model, "un")).eval()
-    save_pretrained(model, tmp_path / "model")
-    report = fold_dir(tmp_path / "model", tmp_path / "folded")
-    assert report.foldable == "5 of 5"
-    assert audit_dir(tmp_path / "model")[0].rows == report.rows
-    folded = load_pretrained(tmp_path / "folded")
-    assert folded.lm_head.weight is folded.transformer.wte.weight
 
 
 def test_layer_norms_that_lost_only_their_gains_load(tmp_path):
@@ -133,7 +87,7 @@ def test_half_precision_comes_back_as_it_was(tmp_path):
     assert again.model.norm.running.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["bert", "bart", "hf_vit", "hf_swin", "t5", "roberta"])
+@pytest.mark.parametrize("name", ["bart", "hf_swin", "t5"])
 def test_examples_are_made_from_the_configuration(name):
     model = case_of(name).model
     example = example_for(model)
@@ -142,52 +96,32 @@ def test_examples_are_made_from_the_configuration(name):
         assert model(**example).logits.isfinite().all()
 
 
-def test_a_model_of_text_and_images_asks_for_an_example():
-    transformers = pytest.importorskip("transformers")
-    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    vision = {**size, "image_size": 8, "patch_size": 4}
-    config = transformers.CLIPConfig(text_config={**size, "vocab_size": 20}, vision_config=vision)
-    model = transformers.CLIPModel(config).eval()
-    with pytest.raises(ValueError, match="pixel_values"):
-        fold(model, **example_for(model))
-
-
 def test_bad_folders_are_refused_with_the_reason(tmp_path):
-    with pytest.raises(ValueError, match="is no folder"):
-        load_pretrained(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"holds no config\.json"):
-        load_pretrained(tmp_path)
-    config = {"model_type": "llama"}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="names no architecture"):
-        load_pretrained(tmp_path)
-    config["architectures"] = ["LlamaForCausalLM"]
-    path.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="holds no weights"):
-        load_pretrained(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"pickles \(pytorch_model\.bin\).*refused.*safetensors"):
-        load_pretrained(tmp_path)
-    path.write_text(json.dumps({**config, "auto_map": {"AutoModel": "evil.Model"}}))
-    with pytest.raises(ValueError, match=r"its own code \(evil\.Model\), which is not run"):
-        load_pretrained(tmp_path)
-    path.write_text(json.dumps({**config, "quantization_config": {"bits": 4}}))
-    with pytest.raises(ValueError, match="quantized weights"):
-        load_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    path.write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
-    with pytest.raises(ValueError, match=r"transformers [\d.]+\S* has no NoSuchModel"):
-        load_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="name another folder"):
-        fold_dir(tmp_path, tmp_path)
-    path.write_text(json.dumps({**config, "architectures": ["LlamaModel"]}))
-    with pytest.raises(ValueError, match=r"model\.safetensors is cut short or damaged: .*deserializing header"):
-        load_pretrained(tmp_path)
-    for text in ('{"architectures": ["Bert', "[]"):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=r"config\.json (is cut short or not JSON|names no architecture)"):
+    config = tmp_path / "config.json"
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    for name in ("nowhere", "."):
+        with pytest.raises(ValueError, match=r"config\.json|no folder"):
+            load_pretrained(tmp_path / name)
+    files = {"pytorch_model.bin": b"", "model.safetensors": b""}
+    for made, text, named in (
+        ("", "{}", "architecture"),
+        ("", "[]", "architecture"),
+        ("", '{"architectures": ["Bert', r"config\.json"),
+        ("", "[" * 100_000, r"config\.json"),
+        ("", json.dumps(llama), "weights"),
+        ("pytorch_model.bin", json.dumps(llama), r"pytorch_model\.bin"),
+        ("", json.dumps({**llama, "auto_map": {"AutoModel": "evil.Model"}}), r"evil\.Model"),
+        ("", json.dumps({**llama, "quantization_config": {"bits": 4}}), "quantized"),
+        ("model.safetensors", json.dumps({**llama, "architectures": ["NoSuchModel"]}), "NoSuchModel"),
+        ("", json.dumps({**llama, "architectures": ["LlamaModel"]}), r"model\.safetensors"),
+    ):
+        if made:
+            (tmp_path / made).write_bytes(files[made])
+        config.write_text(text)
+        with pytest.raises(ValueError, match=named):
             load_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="another folder"):
+        fold_dir(tmp_path, tmp_path)
 
 
 # -- folders whose parts do not fit ----------------------------------------------------------------------------------
@@ -205,14 +139,6 @@ def saved_un(folder, name="llama"):
     model = randomize(convert(case.model, "un", mask_from=case.mask_from)).eval()
     model.save_pretrained(folder)
     return case, model
-
-
-def test_weights_that_do_not_fit_the_changes_are_refused(tmp_path):
-    model = randomize(convert(case_of("llama").model, "un")).eval()
-    save_pretrained(model, tmp_path)
-    edit_config(tmp_path, lambda config: config["normkit"]["norms"].update({"model.norm": {"is": "identity"}}))
-    with pytest.raises(ValueError, match=r"do not fit the model: \d+ unexpected \(model\.norm\.averages.* \.\.\.\)"):
-        load_pretrained(tmp_path)
 
 
 def test_wrong_tensors_in_a_checkpoint_raise_by_name(tmp_path):
@@ -241,10 +167,6 @@ def test_a_damaged_configuration_is_a_value_error_that_names_the_folder(change, 
     edit_config(tmp_path, lambda config: config.update(change))
     with pytest.raises(ValueError, match=f"^{tmp_path}"):
         audit_dir(tmp_path)
-    for text in ('{"architectures": ["Bert', "[" * 100_000):
-        (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ValueError, match=r"config\.json"):
-            load_pretrained(tmp_path)
 
 
 def test_folding_a_folder_keeps_its_tokenizer(tmp_path):
@@ -257,23 +179,20 @@ def test_folding_a_folder_keeps_its_tokenizer(tmp_path):
 
 def test_statistics_without_specs_raise(tmp_path):
     saved_un(tmp_path)
-    edit_config(tmp_path, lambda config: config["normkit"]["norms"].update({"model.norm": {"is": "unn", "dim": 16}}))
-    with pytest.raises(ValueError, match="the key 'normkit' of its configuration cannot be read"):
-        load_pretrained(tmp_path)
-    edit_config(tmp_path, lambda config: config.update(normkit=[1]))
-    with pytest.raises(ValueError, match="the key 'normkit' of its configuration cannot be read"):
-        load_pretrained(tmp_path)
-    edit_config(tmp_path, lambda config: config.pop("normkit"))
-    with pytest.raises(
-        ValueError, match=r"unexpected .*averages.*no key 'normkit': save with normkit\.save_pretrained"
+    for change in (
+        lambda config: config["normkit"]["norms"].update({"model.norm": {"is": "unn", "dim": 16}}),
+        lambda config: config.update(normkit=[1]),
+        lambda config: config.pop("normkit"),
     ):
-        audit_dir(tmp_path)
+        edit_config(tmp_path, change)
+        with pytest.raises(ValueError, match="normkit"):
+            load_pretrained(tmp_path)
 
 
 # -- what transformers writes, and what it may read ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["bert", "t5", "hf_vit"])
+@pytest.mark.parametrize("name", ["bert", "t5"])
 def test_folder_saved_by_transformers_loads_with_norms(name, tmp_path):
     case, model = saved_un(tmp_path, name)
     again = load_pretrained(tmp_path)
@@ -352,14 +271,14 @@ def test_several_files_and_a_folder_that_is_used_twice(tmp_path):
     model.save_pretrained(tmp_path / "shards", max_shard_size="2KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
     torch.testing.assert_close(call(case, load_pretrained(tmp_path / "shards")), call(case, model), rtol=0, atol=0)
-    with pytest.raises(ValueError, match=r"holds other weights \(model-.*name another folder"):
+    with pytest.raises(ValueError, match="model-"):
         save_pretrained(model, tmp_path / "shards")
     save_pretrained(model, tmp_path / "ours")
     save_pretrained(model, tmp_path / "ours")
     model.save_pretrained(tmp_path / "ours")
-    with pytest.raises(ValueError, match="holds weights of two models"):
+    with pytest.raises(ValueError, match="two models"):
         load_pretrained(tmp_path / "ours")
-    with pytest.raises(TypeError, match=r"takes a model of transformers; got Linear"):
+    with pytest.raises(TypeError, match="Linear"):
         save_pretrained(torch.nn.Linear(2, 2), tmp_path / "linear")
 
 
@@ -369,10 +288,12 @@ GROUPED: dict = {**SMALL, "num_key_value_heads": 1, "head_dim": 8}
 IDS = torch.randint(3, 40, (2, 6), generator=torch.Generator().manual_seed(0))
 SOUND = torch.randn(2, 200, generator=torch.Generator().manual_seed(0))
 CONVOLUTIONS: dict = {"conv_dim": (8, 8), "conv_kernel": (4, 3), "conv_stride": (2, 2), "num_conv_pos_embeddings": 4}
+GATED = {"num_heads": 4, "head_dim": 8, "state_size": 4, "n_groups": 1, "chunk_size": 4}
 ARCHITECTURES = {  # class, configuration, spec, input
     "initialized by the name of a norm's class": ("GemmaForCausalLM", GROUPED, "rms", IDS),
     "weights renamed for the class of the model": ("GPTNeoXForCausalLM", SMALL, "un", IDS),
     "types of the norms' weights are read": ("MambaForCausalLM", {**SMALL, "state_size": 4}, "un", IDS),
+    "norms with gates": ("Mamba2ForCausalLM", {**SMALL, **GATED}, "un", IDS),
     "layer-scale stays": ("LlamaForCausalLM", SMALL, "power(groups=2)", IDS),
     "weight norm": ("Wav2Vec2Model", {**SMALL, **CONVOLUTIONS, "num_conv_pos_embedding_groups": 2}, "un", SOUND),
 }
@@ -396,17 +317,6 @@ def test_converted_and_folded_models_come_back_from_their_folders(name, tmp_path
         monkeypatch.delitem(sys.modules, "load", raising=False)  # of another folder
         load = importlib.import_module("load")
         torch.testing.assert_close(load.model()(x)[0], folded(x)[0], rtol=0, atol=0)
-
-
-def test_positions_that_a_forward_assigns_again_are_saved_once_they_changed(tmp_path):
-    import transformers
-
-    size: dict = {"vocab_size": 40, "n_embd": 16, "dff": 32, "n_layer": 1, "n_head": 2, "n_positions": 32}
-    model = transformers.CTRLModel(transformers.CTRLConfig(**size)).eval()
-    changed, _ = to_rms(model, IDS, outputs=lambda out: out[0])
-    torch.testing.assert_close(changed(IDS)[0], model(IDS)[0], rtol=1e-4, atol=1e-5)
-    save_pretrained(changed, tmp_path)
-    torch.testing.assert_close(load_pretrained(tmp_path)(IDS)[0], changed(IDS)[0], rtol=0, atol=0)
 
 
 TIED = {
@@ -476,22 +386,40 @@ def test_an_example_without_a_cache_is_called_without_one():
     assert not report.added
 
 
-def test_positions_that_a_model_makes_anew_for_longer_inputs_stay():
-    import transformers
+class Half(LayerNorm):
+    """A norm of the user's, which computes something else."""
 
-    size: dict = {"vocab_size": 40, "d_model": 16, "ffn_dim": 32, "num_layers": 1, "attention_heads": 2}
-    config = transformers.XGLMConfig(**size, max_position_embeddings=16)
-    model = randomize(transformers.XGLMForCausalLM(config)).eval()
-    changed, report = to_rms(model, IDS, outputs=lambda out: out.logits, untie=True)
-    assert report.absent == ("attention_mask", "encoder_attention_mask")
-    assert "makes it again for longer inputs" in " ".join(row.why for row in report)
-    ids = IDS.repeat(1, 4)
-    torch.testing.assert_close(changed(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+    def forward(self, x, mask=None):
+        return 0.5 * super().forward(x, mask)
 
 
-def test_the_command_line_names_the_extra_without_transformers(tmp_path, monkeypatch, capsys):
-    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
-    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert main(["audit", str(tmp_path)]) == 2
-    assert "pip install 'normkit[huggingface]'" in capsys.readouterr().err
+@pytest.mark.parametrize("kind", [Half, type("Own", (torch.nn.LayerNorm,), {})])
+def test_a_class_derived_from_a_norm_is_not_saved_as_that_norm(kind, tmp_path):
+    model = case_of("gpt2").model
+    model.transformer.ln_f = kind(model.transformer.ln_f.normalized_shape[0])
+    with pytest.raises(ValueError, match=f"ln_f is a {kind.__name__}"):
+        save_pretrained(model, tmp_path / "model")
+
+
+def test_files_in_the_place_of_a_folder_and_of_another_model(tmp_path):
+    model = convert(case_of("gpt2").model, "un").eval()
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(ValueError, match="is a file"):
+        save_pretrained(model, tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "kept"
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    (tmp_path / "model.safetensors.index.json").touch()
+    save_pretrained(case_of("gpt2").model.eval(), tmp_path)
+    assert sorted(file.name for file in tmp_path.glob("model*")) == ["model.safetensors"]
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path):
+    model = convert(case_of("gpt2").model, "un").eval()
+    with pytest.raises(Exception, match=r"(?i)too large"), full_disk():
+        save_pretrained(model, tmp_path / "new")
+    assert not list((tmp_path / "new").iterdir())
+    save_pretrained(model, tmp_path / "old")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "old").iterdir()}
+    with pytest.raises(Exception, match=r"(?i)too large"), full_disk():
+        save_pretrained(model, tmp_path / "old")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "old").iterdir()} == before

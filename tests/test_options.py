@@ -1,13 +1,19 @@
-"""Options of norms: annotated class attributes, seen in signatures, checked when built."""
+"""Options of norms, norms that users change or write, and wrong arguments."""
 
+import copy
 import inspect
 from typing import ClassVar, Literal
 
 import numpy as np
 import pytest
 import torch
+from norm_cases import full_disk
+from torch import nn
+from torch.autograd import forward_ad
 
+import normkit
 import normkit as nk
+from normkit import watch
 from normkit.norms import NORMS, RowNorm, StatNorm
 from normkit.norms._options import Count, option_defaults
 
@@ -102,3 +108,150 @@ def test_a_constructor_of_ones_own_may_pass_options_on():
 def test_torch_jit_script_raises_with_what_to_use():
     with pytest.raises(TypeError, match="UN"):
         torch.jit.script(torch.nn.Sequential(torch.nn.Linear(4, 4), nk.UN(4)))
+
+
+# -- norms that users change or write, and transforms of torch.func ----------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("spec", ["pnv(bias=False)", "batch", "un", "power(groups=2)", "rms(bias=True)"])
+def test_a_gain_or_bias_of_another_shape_is_broadcast(spec, shape):
+    norm = normkit.make(spec, 6)
+    for key in [key for key in ("weight", "bias") if getattr(norm, key) is not None]:
+        setattr(norm, key, nn.Parameter(torch.full(shape, 2.0)))
+    x, dy, found = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6), []
+    for kernels in ("auto", "reference"):
+        with normkit.kernels(kernels):
+            y = copy.deepcopy(norm)(x)
+            found.append((y, *torch.autograd.grad(y, x, dy)))
+    torch.testing.assert_close(*found)
+
+
+def test_a_rule_may_return_a_buffer():
+    class Before(normkit.norms.StatNorm):
+        exact_grad = False
+
+        def train_stat(self, batch, step, count, state):
+            return normkit.norms.Stat(state.running.to(batch.dtype), {"running": self.average(batch, state)})
+
+    norm = Before(2, eps=0.0)
+    torch.testing.assert_close(norm(torch.full((4, 2), 10.0)), torch.full((4, 2), 10.0))
+    assert norm.running[0, 0] == pytest.approx(0.9 + 0.1 * 100)
+
+
+def test_training_in_transforms_of_torch_func_and_in_forward_mode_raises():
+    norm, x = normkit.make("un", 4), torch.randn(6, 4)
+    state = {name: t.clone() for name, t in norm.named_buffers()}
+
+    def loss(parameters):
+        return torch.func.functional_call(norm, (parameters, state), (x,)).sum()
+
+    with pytest.raises(RuntimeError, match="eval"):
+        torch.func.grad(loss)(dict(norm.named_parameters()))
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="eval"):
+        norm(forward_ad.make_dual(x, x))
+    assert norm.step == 0
+    norm.eval()
+    torch.func.grad(loss)(dict(norm.named_parameters()))
+
+
+@pytest.mark.parametrize("choice", ["auto", "reference"])
+def test_batched_gradients_of_a_norm_that_keeps_their_statistics_raise(choice):
+    norm, x = normkit.make("un", 4), torch.randn(6, 4, requires_grad=True)
+    with normkit.kernels(choice):
+        y = norm(x)
+        with pytest.raises(RuntimeError, match="vmap"):
+            torch.autograd.grad(y, x, torch.randn(3, 6, 4), is_grads_batched=True)
+        exact = normkit.make("pnv", 4)
+        with normkit.kernels("reference"):
+            torch.autograd.grad(exact(x), x, torch.randn(3, 6, 4), is_grads_batched=True)
+    assert norm.skipped_grad == norm.window_g.abs().sum() == 0
+
+
+def test_a_derived_norm_with_a_constructor_of_its_own_folds():
+    class Clipped(normkit.norms.LayerNorm):
+        def __init__(self, dim):
+            super().__init__(dim, eps=0.5)
+            self.most = 1.0
+
+        def normalize(self, x, mask):
+            return super().normalize(x.clamp(-self.most, self.most), mask)
+
+    norm = Clipped(4).eval()
+    nn.init.uniform_(norm.weight)
+    model = nn.Sequential(norm, nn.Linear(4, 2)).eval()
+    folded, report = normkit.fold(model, x := torch.randn(3, 4))
+    assert report.count("gain folded") == 1
+    assert folded[0].weight is None
+    torch.testing.assert_close(folded(x), model(x))
+
+
+# -- wrong arguments: errors name them; models and files stay as they were ---------------------------------------------
+
+
+X = torch.randn(4, 5, 8)
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)).eval()
+
+
+def un() -> nn.Sequential:
+    return nk.convert(layers(), "un")
+
+
+CASES = [  # name of the argument in the error, call
+    ("forward", lambda: nk.calibrate(un(), [X], forward=3)),
+    ("on_progress", lambda: nk.calibrate(un(), [X], on_progress="x")),
+    ("UN", lambda: nk.calibrate(un(), [3])),
+    ("padding", lambda: nk.calibrate(un(), [X[:0]])),
+    ("model", lambda: nk.calibrate(model := un(), [X], like=model)),
+    ("like", lambda: nk.calibrate(un(), [X], like=nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 8)))),
+    ("Module", lambda: nk.calibrate(un(), [X], like="model")),
+    ("outputs", lambda: nk.fold(un(), X, outputs="y")),
+    ("outputs", lambda: nk.audit(un(), X, outputs=[])),
+    ("outputs", lambda: nk.to_rms(layers(), X, outputs={})),
+    ("example", lambda: nk.fold(un(), X.to("meta"))),
+    ("inplace", lambda: nk.convert(layers(), "un", inplace="x")),
+    ("inplace", lambda: nk.calibrate(un(), [X], inplace=1)),
+    ("untie", lambda: nk.fold(un(), X, untie="no")),
+    ("untie", lambda: nk.to_rms(layers(), X, untie=None)),
+    ("other_shapes", lambda: nk.audit(un(), X, other_shapes="no")),
+    ("folder", lambda: watch.read_run("nowhere")),
+    ("scale_loss", lambda: nk.scale_loss(None).__enter__()),
+    ("init", lambda: nk.fix_embedding(nn.Embedding(3, 4), init=-1)),
+    ("eps", lambda: nk.norms.FixNorm("x")),
+    ("norm", lambda: nk.options(None)),
+    ("folder", lambda: nk.load_pretrained(None)),
+    ("path", lambda: watch.read(3)),
+    ("folder", lambda: watch.read_run(3)),
+    ("to", lambda: watch.Rows(to=3)),
+    ("to", lambda: watch.Recorder(layers(), to=4)),
+    ("keep", lambda: watch.Recorder(layers(), keep=None)),
+    ("alpha", lambda: watch.Recorder(layers(), alpha="x")),
+    ("quantities", lambda: watch.Recorder(layers(), quantities=[])),
+    ("quantities", lambda: watch.Recorder(layers(), quantities=3)),
+    ("rows", lambda: watch.Recording(None)),
+    ("rows", lambda: nk.diagnose(3)),
+    ("loss", lambda: watch.Recorder(layers(), loss=3)),
+]
+
+
+@pytest.mark.parametrize(("argument", "call"), CASES, ids=[argument for argument, _ in CASES])
+def test_the_error_names_the_argument(argument, call):
+    with pytest.raises((TypeError, ValueError), match=argument):
+        call()
+
+
+def test_rows_are_checked_before_a_file_changes(tmp_path):
+    watch.write(path := tmp_path / "rows.csv", [row := watch.Row(1, "norm", "un", "rms", 1.0)])
+    for wrong in ([(1, "norm", "un", "rms", 1.0)], "ab", None, [row, 3]):
+        with pytest.raises(TypeError, match="rows"):
+            watch.write(path, wrong)
+    assert watch.read(path) == [row]
+
+
+def test_a_full_disk_ends_an_export_with_an_error(tmp_path):
+    with pytest.raises(OSError, match="large"), full_disk():
+        nk.export(layers(), tmp_path / "m.pt2", X)
+    assert not list(tmp_path.iterdir())

@@ -18,7 +18,14 @@ some = settings(
 every = pytest.mark.parametrize("name", NORMS)
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NOT_FLOATS = [torch.int64, torch.uint8, torch.bool, torch.complex64]
-LAYOUTS = ["plain", "transposed", "sliced", "expanded", "channels_last", "negative_step", "offset"]
+LAYOUTS = {  # how rows `[..., C]` with the same numbers lie in memory
+    "plain": lambda x: x,
+    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "sliced": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "negative step": lambda x: x.flip(-1).contiguous().flip(-1),
+    "offset": lambda x: torch.cat([torch.ones(3, dtype=x.dtype), x.flatten()])[3:].view(x.shape),
+}
 
 shapes = st.lists(st.integers(0, 4), min_size=0, max_size=4).map(tuple)
 dims = st.sampled_from([2, 4, 6])
@@ -30,35 +37,16 @@ def is_explained(error: Exception) -> bool:
     return isinstance(error, ValueError | TypeError) and "normkit" in last.filename and len(str(error)) > 10
 
 
-def laid_out(layout: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return rows `[*shape]` in one of many memory layouts, with the same numbers."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
-    if layout == "transposed" and x.dim() > 1:
-        return x.transpose(0, -1).contiguous().transpose(0, -1)
-    if layout == "sliced":
-        wide = torch.zeros(*shape[:-1], 2 * shape[-1], dtype=dtype)
-        wide[..., ::2] = x
-        return wide[..., ::2]
-    if layout == "expanded" and x.dim() > 1 and shape[0]:
-        return x[:1].expand(shape)
-    if layout == "channels_last" and x.dim() == 4:
-        return x.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
-    if layout == "negative_step":
-        return x.flip(-1).contiguous().flip(-1)
-    if layout == "offset":
-        return torch.cat([torch.ones(3, dtype=dtype), x.flatten()])[3:].view(shape)
-    return x
-
-
 @every
 @given(data=st.data())
 @some
 def test_every_shape_type_layout_and_mask(name, data):
     """Shape and type are kept; memory layout changes nothing; state stays finite."""
     dim, leading = data.draw(dims), data.draw(shapes)
-    dtype, layout = data.draw(st.sampled_from(FLOATS)), data.draw(st.sampled_from(LAYOUTS))
+    dtype, layout = data.draw(st.sampled_from(FLOATS)), data.draw(st.sampled_from(list(LAYOUTS)))
     assume(leading or not reads_its_sample(short(name)))
-    x = laid_out(layout, (*leading, dim), dtype)
+    plain = torch.randn((*leading, dim), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = LAYOUTS[layout](plain.to(dtype)) if math.prod(leading) and leading else plain.to(dtype)
     mask = None
     if data.draw(st.booleans()):
         bits = data.draw(st.lists(st.booleans(), min_size=math.prod(leading), max_size=math.prod(leading)))
@@ -67,20 +55,17 @@ def test_every_shape_type_layout_and_mask(name, data):
             mask = mask.transpose(0, -1).contiguous().transpose(0, -1)
     norm, twin = (make(short(name), dim) for _ in range(2))
     for step in range(4):
-        leaf, other = (t.clone(memory_format=torch.preserve_format).requires_grad_() for t in (x, x.contiguous()))
-        if layout == "expanded":
-            leaf = x.detach().requires_grad_()
-        y = norm(leaf, mask)
+        leaf, other = x.detach().requires_grad_(), x.contiguous().clone().requires_grad_()
+        y, z = norm(leaf, mask), twin(other, mask)
         assert y.shape == x.shape
         assert y.dtype is dtype
         assert y.isfinite().all()
         dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(step)).to(dtype)
         y.backward(dy)
+        z.backward(dy)
         assert leaf.grad.shape == x.shape
         assert leaf.grad.dtype is dtype
         assert leaf.grad.isfinite().all()
-        z = twin(other, mask)
-        z.backward(dy)
         assert_close(z, y, rtol=1e-2 if dtype.itemsize == 2 else 1e-4, atol=1e-2 if dtype.itemsize == 2 else 1e-5)
     for key, buffer in norm.named_buffers():
         assert buffer.isfinite().all(), key
@@ -99,25 +84,14 @@ def test_wrong_inputs_raise_an_explained_error(name, data):
     norm = make(short(name), dim).train(data.draw(st.booleans()))
     before = {key: value.clone() for key, value in norm.state_dict().items()}
     leading = data.draw(shapes)
-    good = torch.ones((*leading, dim))
-    wrong = data.draw(
-        st.sampled_from(
-            [
-                (torch.ones((*leading, dim + 1)), None),
-                (torch.ones(()), None),
-                (torch.ones((*leading, dim), dtype=data.draw(st.sampled_from(NOT_FLOATS))), None),
-                ([[0.0] * dim], None),
-                (None, None),
-                (good, torch.ones(leading)),
-                (good, torch.ones((*leading, 1), dtype=torch.bool)),
-                (good, torch.ones((*leading, dim), dtype=torch.bool)),
-                (good, torch.ones((7, *leading), dtype=torch.bool)),
-                (good, [True]),
-                (good, 1),
-                (good, torch.ones(leading, dtype=torch.bool, device="meta")),
-            ]
-        )
-    )
+    good, no = torch.ones((*leading, dim)), torch.bool
+    wrong = data.draw(st.sampled_from([
+        (torch.ones((*leading, dim + 1)), None), (torch.ones(()), None), ([[0.0] * dim], None), (None, None),
+        *((torch.ones((*leading, dim), dtype=dtype), None) for dtype in NOT_FLOATS),
+        (good, torch.ones(leading)), (good, torch.ones((*leading, 1), dtype=no)),
+        (good, torch.ones((*leading, dim), dtype=no)), (good, torch.ones((7, *leading), dtype=no)),
+        (good, [True]), (good, 1), (good, torch.ones(leading, dtype=no, device="meta")),
+    ]))  # fmt: skip
     with pytest.raises((ValueError, TypeError)) as caught:
         norm(*wrong)
     assert is_explained(caught.value), caught.value
@@ -132,22 +106,11 @@ anything = st.one_of(
 )  # fmt: skip
 
 
-def check_training(norm, dim: int) -> None:
-    """Check six steps and an inference: everything is finite."""
-    x = torch.randn(3, 2, dim, generator=torch.Generator().manual_seed(1))
-    for _ in range(6):
-        leaf = x.clone().requires_grad_()
-        y = norm(leaf)
-        y.square().sum().backward()
-        assert y.isfinite().all()
-        assert leaf.grad.isfinite().all()
-    assert norm.eval()(x).isfinite().all()
-
-
 @every
 @given(data=st.data())
 @settings(some, max_examples=30)
 def test_options_work_or_raise_an_explained_error(name, data):
+    """Six steps and an inference are finite, or building the norm raises."""
     known = option_defaults(NORMS[name])
     given_options = {key: data.draw(anything, label=key) for key in known if data.draw(st.booleans())}
     dim = data.draw(st.one_of(dims, anything))
@@ -156,7 +119,14 @@ def test_options_work_or_raise_an_explained_error(name, data):
     except (ValueError, TypeError) as error:
         assert is_explained(error), error  # noqa: PT017
         return
-    check_training(norm, dim)
+    x = torch.randn(3, 2, dim, generator=torch.Generator().manual_seed(1))
+    for _ in range(6):
+        leaf = x.clone().requires_grad_()
+        y = norm(leaf)
+        y.square().sum().backward()
+        assert y.isfinite().all()
+        assert leaf.grad.isfinite().all()
+    assert norm.eval()(x).isfinite().all()
     again = make(norm.spec, dim)
     assert again.spec == norm.spec
     assert type(again) is type(norm)
@@ -187,18 +157,3 @@ def test_other_types_than_specs_raise_an_explained_error(thing):
     with pytest.raises((TypeError, ValueError)) as caught:
         fix_embedding(thing)
     assert is_explained(caught.value)
-
-
-@every
-@given(scale=st.sampled_from([0.0, 1e-30, 1e-8, 1.0, 300.0, 6e4]), dtype=st.sampled_from(FLOATS))
-@some
-def test_sizes_of_numbers(name, scale, dtype):
-    """From 0 to the largest float16 the output is finite, and of bounded size."""
-    norm = make(short(name), 4)
-    x = (torch.tensor([[1.0, -1.0, 1.0, -1.0], [-1.0, 1.0, 1.0, -1.0], [1.0, 1.0, -1.0, -1.0]]) * scale).to(dtype)
-    y = norm(x)
-    assert y.isfinite().all() or (name == "repbn" and scale == 6e4 and dtype is torch.float16)
-    if name not in ("nonorm", "repbn"):
-        assert float(y.detach().abs().max()) <= 2.0
-    for key, buffer in norm.named_buffers():
-        assert buffer.isfinite().all(), key

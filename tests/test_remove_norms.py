@@ -222,28 +222,26 @@ def text(tmp_path_factory):
 
 def saved(kind, folder, outlier=1):
     transformers = pytest.importorskip("transformers")
+    (folder / "1_Pooling").mkdir(parents=True)
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     (folder / "vocab.txt").write_text("\n".join(vocabulary), encoding="utf8")
     transformers.BertTokenizerFast(str(folder / "vocab.txt"), model_max_length=48).save_pretrained(folder)
     torch.manual_seed(0)
     if kind == "LlamaForCausalLM":
-        model = language_model(outlier, 2)  # [CLS], which the tokenizer puts before every text
-    else:
-        config = transformers.BertConfig(
-            vocab_size=45, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-            max_position_embeddings=64, initializer_range=0.3,
-        )  # fmt: skip
-        model = getattr(transformers, kind)(config)
-    model.save_pretrained(folder)
-    if kind == "BertModel":
-        modules = [("0", "", "Transformer"), ("1", "1_Pooling", "Pooling")]
-        kinds = "sentence_transformers.models."
-        rows = [{"idx": int(n), "name": n, "path": path, "type": kinds + name} for n, path, name in modules]
-        (folder / "modules.json").write_text(json.dumps(rows))
-        (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 32, "do_lower_case": false}')
-        (folder / "1_Pooling").mkdir()
-        pooling = {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True}
-        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+        language_model(outlier, 2).save_pretrained(folder)  # [CLS], which the tokenizer puts before every text
+        return folder
+    config = transformers.BertConfig(
+        vocab_size=45, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=64, initializer_range=0.3,
+    )  # fmt: skip
+    transformers.BertModel(config).save_pretrained(folder)
+    modules = [("0", "", "Transformer"), ("1", "1_Pooling", "Pooling")]
+    kinds = "sentence_transformers.models."
+    rows = [{"idx": int(n), "name": n, "path": path, "type": kinds + name} for n, path, name in modules]
+    (folder / "modules.json").write_text(json.dumps(rows))
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 32, "do_lower_case": false}')
+    pooling = {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     return folder
 
 
@@ -264,32 +262,9 @@ torch.save(found, f"{folder}/found.pt")
 """
 
 
-@pytest.mark.parametrize("kind", ["BertModel", "BertForSequenceClassification", "LlamaForCausalLM"])
-def test_a_folder_loses_its_norms_and_stays_a_drop_in(kind, text, tmp_path, capsys):
-    (tmp_path / "model").mkdir()
-    folder, out = saved(kind, tmp_path / "model"), tmp_path / "out"
-    words = ["remove-norms", folder, "--text", text, "--second", text, "--steps", 4, "--out", out]
-    assert main([str(word) for word in words]) == 0
-    printed = capsys.readouterr()
-    assert "fitting norm" in printed.err
-    assert max(map(len, printed.out.replace(str(tmp_path), "").splitlines())) <= 120
-    names = [file.relative_to(folder) for file in folder.rglob("*") if file.is_file() and "model.safe" not in file.name]
-    assert all((out / name).is_file() for name in names)
-    assert not (out / ".removal").exists()
-    model = normkit.load_pretrained(out)
-    assert not any("Norm" in type(module).__name__ for module in model.modules())
-    kept = json.loads((out / "removal.json").read_text())
-    texts = {row["text"] for row in kept["rows"]}
-    assert texts == {"held out", "second text"}
-    if kind == "LlamaForCausalLM":
-        assert set(kept["rows"][0]) == {"text", "positions", "perplexity", "original", "same next"}
-        assert len(kept["samples"]) == 3
-    else:
-        assert [row["tokens"] for row in kept["rows"][:2]] == sorted(row["tokens"] for row in kept["rows"][:2])
-    autos = {"BertModel": "AutoModel", "LlamaForCausalLM": "AutoModelForCausalLM"}
-    auto = autos.get(kind, "AutoModelForSequenceClassification")
-    sentences = kind == "BertModel" and importlib.util.find_spec("sentence_transformers") is not None
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+def check_without_normkit(out, model, auto, sentences=False):
+    """Transformers and SentenceTransformer, in a process without normkit, give what the model gives."""
+    environment = {**os.environ, "HF_HOME": str(out.parent / "hf"), "HF_HUB_OFFLINE": "1"}
     subprocess.run([sys.executable, "-c", LOADS, str(out), auto, str(sentences)], check=True, env=environment)
     found = torch.load(out / "found.pt")
     with torch.no_grad():
@@ -299,47 +274,33 @@ def test_a_folder_loses_its_norms_and_stays_a_drop_in(kind, text, tmp_path, caps
             torch.testing.assert_close(found[1][0], model(input_ids=ids)[0].mean(1)[0], rtol=1e-4, atol=1e-5)
 
 
-def test_a_budget_on_the_command_line_writes_the_costs_by_depth(text, tmp_path, capsys):
-    (tmp_path / "model").mkdir()
-    folder, out = saved("LlamaForCausalLM", tmp_path / "model"), tmp_path / "out"
-    words = ["remove-norms", folder, "--text", text, "--budget", 0.2, "--length", 24, "--out", out]
+@pytest.mark.parametrize("kind", ["BertModel", "LlamaForCausalLM"])
+def test_a_folder_loses_its_norms_and_stays_a_drop_in(kind, text, tmp_path, capsys):
+    folder, out = saved(kind, tmp_path / "model"), tmp_path / "out"
+    words = ["remove-norms", folder, "--text", text, "--second", text, "--steps", 4, "--out", out]
     assert main([str(word) for word in words]) == 0
-    rows = list(csv.DictReader((out / "costs.csv").read_text().splitlines()))
-    assert [int(row["depth"]) for row in rows] == list(range(7))
-    kept = json.loads((out / "removal.json").read_text())["removal"]
-    assert kept["scores"]["without norms"] - kept["scores"]["original"] <= 0.2 + 1e-4
-    modules = dict(normkit.load_pretrained(out).named_modules())
-    for row in rows:
-        assert (row["gone"] == "yes") == ("Norm" not in type(modules[row["norm"]]).__name__)
-    assert (out / "load.py").is_file()
-
-
-def test_a_folder_with_a_large_first_token_keeps_its_keys_and_generates(text, tmp_path):
-    (tmp_path / "model").mkdir()
-    folder, out = saved("LlamaForCausalLM", tmp_path / "model", 300), tmp_path / "out"
-    assert main([str(word) for word in ["remove-norms", folder, "--text", text, "--budget", 5, "--out", out]]) == 0
+    printed = capsys.readouterr()
+    assert printed.err
+    assert max(map(len, printed.out.replace(str(tmp_path), "").splitlines())) <= 120
+    names = [file.relative_to(folder) for file in folder.rglob("*") if file.is_file() and "model.safe" not in file.name]
+    assert all((out / name).is_file() for name in names)
+    assert not (out / ".removal").exists()
+    model = normkit.load_pretrained(out)
+    assert not any("Norm" in type(module).__name__ for module in model.modules())
     kept = json.loads((out / "removal.json").read_text())
-    assert "[CLS]" in kept["about"]
-    model, ids = normkit.load_pretrained(out), torch.tensor([[7, 9, 12], [0, 5, 8]])
-    mask = (ids > 0).long()
-    made = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None)
-    for row, start in zip(made, (0, 1), strict=True):
-        with torch.no_grad():
-            found = model(input_ids=row[None, start:]).logits[0].argmax(-1)
-        assert torch.equal(found[2 - start : -1], row[3:])  # padding on the left changes nothing
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    words = [sys.executable, "-c", LOADS, str(out), "AutoModelForCausalLM", "False"]
-    subprocess.run(words, check=True, env=environment)
-    with torch.no_grad():
-        wanted = model(input_ids=torch.tensor([[2, 7, 9, 3]]))[0]
-    torch.testing.assert_close(torch.load(out / "found.pt")[0], wanted, rtol=1e-4, atol=1e-5)
-    transformers = pytest.importorskip("transformers")
-    assert transformers.AutoTokenizer.from_pretrained(out)("w1")["input_ids"] == [6]
+    assert {row["text"] for row in kept["rows"]} == {"held out", "second text"}
+    if kind == "LlamaForCausalLM":
+        assert set(kept["rows"][0]) == {"text", "positions", "perplexity", "original", "same next"}
+        assert len(kept["samples"]) == 3
+        check_without_normkit(out, model, "AutoModelForCausalLM")
+    else:
+        assert [row["tokens"] for row in kept["rows"][:2]] == sorted(row["tokens"] for row in kept["rows"][:2])
+        check_without_normkit(out, model, "AutoModel", importlib.util.find_spec("sentence_transformers") is not None)
 
 
 def test_the_length_is_the_folders(tmp_path):
     transformers = pytest.importorskip("transformers")
-    folder = saved("BertModel", tmp_path)
+    folder = saved("BertModel", tmp_path / "model")
     given = (folder, normkit.load_pretrained(folder), transformers.AutoTokenizer.from_pretrained(folder))
     assert longest(*given) == 32
     (folder / "sentence_bert_config.json").unlink()
@@ -356,9 +317,34 @@ def test_the_length_is_the_folders(tmp_path):
 )  # fmt: skip
 def test_bad_input_is_one_line_with_a_remedy(model, words, message, text, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
     saved("BertModel", tmp_path / "model")
     (tmp_path / "short.txt").write_text("one line\n")
     assert main(["remove-norms", model, "--text", str(text), "--out", "out", *words]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_budget_writes_the_costs_by_depth_and_a_large_first_token_keeps_its_keys(text, tmp_path):
+    folder, out = saved("LlamaForCausalLM", tmp_path / "model", 300), tmp_path / "out"
+    words = ["remove-norms", folder, "--text", text, "--budget", 0.5, "--length", 24, "--out", out]
+    assert main([str(word) for word in words]) == 0
+    rows = list(csv.DictReader((out / "costs.csv").read_text().splitlines()))
+    assert [int(row["depth"]) for row in rows] == list(range(7))
+    kept, model = json.loads((out / "removal.json").read_text()), normkit.load_pretrained(out)
+    assert "[CLS]" in kept["about"]
+    scores = kept["removal"]["scores"]
+    assert scores["without norms"] - scores["original"] <= 0.5 + 1e-4
+    modules = dict(model.named_modules())
+    for row in rows:
+        assert (row["gone"] == "yes") == ("Norm" not in type(modules[row["norm"]]).__name__)
+    assert {row["gone"] for row in rows} >= {"yes"}
+    ids = torch.tensor([[7, 9, 12], [0, 5, 8]])
+    mask = (ids > 0).long()
+    made = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    for row, start in zip(made, (0, 1), strict=True):
+        with torch.no_grad():
+            found = model(input_ids=row[None, start:]).logits[0].argmax(-1)
+        assert torch.equal(found[2 - start : -1], row[3:])  # padding on the left changes nothing
+    check_without_normkit(out, model, "AutoModelForCausalLM")
+    transformers = pytest.importorskip("transformers")
+    assert transformers.AutoTokenizer.from_pretrained(out)("w1")["input_ids"] == [6]

@@ -1,20 +1,13 @@
 """The loss that draws the scales of tokens together, by itself and in a run."""
 
-import dataclasses
-import statistics
-
 import pytest
 import torch
-from normkit_papers.models.config import Model
-from normkit_papers.train.config import Run
-from normkit_papers.train.run import train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from normkit.models import convert, scale_loss
 from normkit.models.scale_loss import scale_deviation
 from normkit.norms import make
-from normkit.watch import read_run
 
 
 def test_scale_loss_measures_the_spread_of_scales_and_trains_it_away():
@@ -37,7 +30,7 @@ def test_scale_loss_measures_the_spread_of_scales_and_trains_it_away():
             seen.append(float(loss.detach()))
     assert seen[-1] < seen[0] / 2
     assert not model[1]._forward_pre_hooks
-    with pytest.raises(ValueError, match="no norm"), scale_loss(model[0]):
+    with pytest.raises(ValueError, match="norm"), scale_loss(model[0]):
         pass
 
 
@@ -93,22 +86,5 @@ def test_checkpointed_blocks_count_once():
                 (y.square().mean() + scales()).backward()
         gradients.append(model[0].weight.grad.clone())
     torch.testing.assert_close(*gradients)
-    with scale_loss(model) as scales, pytest.raises(ValueError, match="needs a forward of the model, with gradients"):
+    with scale_loss(model) as scales, pytest.raises(ValueError, match="forward"):
         scales()
-
-
-def test_a_run_with_a_scale_loss_keeps_tokens_alike(tmp_path):
-    run = Run(
-        name="scaled", task="g2p", data="cmudict", steps=40, batch_tokens=200, warmup=4, lr=1e-2, test_items=20,
-        threads=1, record_every=1, quantities=("token_share",),
-        model=Model(width=16, hidden=24, depth=1, heads=2, norm="pnv"),
-    )  # fmt: skip
-    shares, losses = [], []
-    for weight in (0.0, 10.0):
-        result = train(dataclasses.replace(run, scale_loss=weight), tmp_path / str(weight))
-        shares.append(statistics.fmean(s.middle() for s in read_run(tmp_path / str(weight)).of("token_share").values()))
-        losses.append(result["curve"][0]["train_loss"])
-    assert shares[1] > shares[0] + 0.05
-    assert losses[0] == losses[1], "what is recorded is the loss of the task"
-    with pytest.raises(ValueError, match="scale_loss must be 0 for compile=True"):
-        dataclasses.replace(run, scale_loss=0.1, compile=True)

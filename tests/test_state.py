@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 from norm_cases import DIM, SPECS, STAT_SPECS, batch, random_norm, train_step, trained
+from small_models import built
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import normkit
-from normkit.kernels import ops
 from normkit.norms import make
 
 every = pytest.mark.parametrize("spec", SPECS)
@@ -18,24 +18,16 @@ every_stat = pytest.mark.parametrize("spec", STAT_SPECS)
 TWO = torch.tensor([[True, True, True, False], [True, False, False, False]])
 
 
-class Block(nn.Module):
-    """A norm before a Linear layer; the graph may end between them."""
-
-    def __init__(self, spec: str, detach: bool):
-        super().__init__()
-        self.norm, self.linear, self.detach = make(spec, DIM), nn.Linear(DIM, DIM).double(), detach
-        self.norm.requires_grad_(detach)
-
-    def forward(self, x):
-        y = self.norm(x)
-        return self.linear(y.detach() if self.detach else y)
-
-
 @every_stat
 @pytest.mark.parametrize("detach", [True, False])
 def test_a_norm_without_a_graph_is_recomputed_as_it_was(spec, detach):
     """It is frozen, as beside adapters, or the block detaches its output."""
-    block = Block(spec, detach)
+
+    def forward(m, x):
+        y = m.norm(x)
+        return m.linear(y.detach() if detach else y)
+
+    block = built(forward, norm=make(spec, DIM).requires_grad_(detach), linear=nn.Linear(DIM, DIM).double())
     with torch.no_grad():
         block(100 * batch(1, 8, DIM))  # a training forward that no backward pass needs
     plain = copy.deepcopy(block)
@@ -49,50 +41,23 @@ def test_a_norm_without_a_graph_is_recomputed_as_it_was(spec, detach):
         assert_close(block.norm.state_dict(), plain.norm.state_dict())
 
 
-def test_a_norm_that_a_graph_uses_often_is_recomputed_as_it_was():
-    norm, x = trained("un(warmup=1, window=2)"), batch(1, 32, DIM)
-    linear, found = nn.Linear(DIM, DIM).double(), []
-    state = copy.deepcopy(norm.state_dict())
-    for run in (lambda f, h: f(h), lambda f, h: checkpoint(f, h, use_reentrant=True)):
-        norm.load_state_dict(state)
-        h = leaf = x.clone().requires_grad_()
-        for _ in range(24):  # as a layer whose weights all depths share
-            h = run(lambda h: 0.9 * h + linear(norm(h)), h)
-        h.square().sum().backward()
-        found.append(leaf.grad)
-    assert_close(found[0], found[1])
-
-
 @every_stat
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_batch_that_passes_twice_is_recomputed_each_time_as_it_was(spec, reentrant):
     """As with R-Drop; a batch with NaN passes, too."""
     plain, rerun = trained(spec), trained(spec)
     for seed in range(4):
-        x, bad, weights = batch(seed, 8, DIM, scale=1 + seed), batch(9, 8, DIM), batch(20 + seed, 2, 8, DIM)
+        x, bad, weights = batch(seed, 8, DIM, scale=1 + seed), batch(9, 8, DIM), batch(20 + seed, 3, 8, DIM)
         bad[0] = torch.nan
         grads = []
         for norm in (plain, rerun):
             run = norm if norm is plain else (lambda x: checkpoint(rerun, x, use_reentrant=reentrant))
-            leaf = x.clone().requires_grad_()
-            outputs = [run(leaf), run(bad.clone().requires_grad_()), run(leaf)]
-            torch.autograd.backward(outputs[::2], list(weights))
-            grads.append(leaf.grad)
-        assert_close(grads[0], grads[1])
+            leaf, other = x.clone().requires_grad_(), (2 * x + 1).requires_grad_()
+            outputs = [run(leaf), run(bad.clone().requires_grad_()), run(leaf), run(other)]
+            torch.autograd.backward([outputs[i] for i in (0, 2, 3)], list(weights))
+            grads += [leaf.grad, other.grad]
+        assert_close(grads[:2], grads[2:])
         assert_close(plain.state_dict(), rerun.state_dict())
-
-
-def test_a_recomputed_forward_compares_its_batch_with_few_others(monkeypatch):
-    calls, moments = [], ops.moments
-    monkeypatch.setattr(ops, "moments", lambda *args: calls.append(1) or moments(*args))
-    norm, counts = random_norm("un"), []
-    with normkit.kernels("reference"):
-        for i in range(20):
-            calls.clear()
-            x, mask = batch(i, 6, DIM).requires_grad_(), torch.ones(6, dtype=torch.bool)
-            checkpoint(norm, x, mask, use_reentrant=True).square().mean().backward()
-            counts.append(len(calls))
-    assert counts[-1] == counts[3] <= 4
 
 
 def test_statistics_in_half_precision_are_refused():
@@ -141,25 +106,7 @@ def test_a_recomputed_forward_counts_once(spec, reentrant):
         assert_close(got, expected)
 
 
-@every_stat
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_recomputed_forward_finds_its_own_batch_among_several(spec, reentrant):
-    plain, rerun = trained(spec), trained(spec)
-    inputs = [batch(i, 6, DIM, scale=1 + i) for i in range(3)]
-    grads = []
-    for norm in (plain, rerun):
-        norm.zero_grad(set_to_none=True)
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        run = norm if norm is plain else (lambda x: checkpoint(rerun, x, use_reentrant=reentrant))
-        outputs = [run(x) for x in leaves]
-        torch.autograd.backward(outputs, [batch(70 + i, 6, DIM) for i in range(3)])
-        grads.append([*(x.grad for x in leaves), *(p.grad for p in norm.parameters())])
-    assert_close(grads[1], grads[0])
-    assert_close(rerun.running, plain.running)
-    assert int(rerun.step) == int(plain.step) == 7
-
-
-@pytest.mark.parametrize("spec", ["un(window=2, warmup=2)", "power(warmup=2)", "mabn", "batch", "layer"])
+@pytest.mark.parametrize("spec", ["un(window=2, warmup=2)", "power(warmup=2)", "batch", "layer"])
 def test_recomputation_in_a_compiled_graph_agrees_or_raises(spec):
     """Activation checkpointing under torch.compile needs the statistics of the first forward."""
 
@@ -220,38 +167,20 @@ def test_two_losses_of_one_output(spec):
     assert leaf.grad.isfinite().all()
 
 
-@every_stat
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_batch_that_is_not_finite_leaves_the_state_alone(spec, bad):
-    norm = trained(spec)
-    before = copy.deepcopy(norm.state_dict())
-    x = batch(0, 6, DIM)
-    x[2, 3] = bad
-    leaf = x.clone().requires_grad_()
-    y = norm(leaf)
-    y.backward(batch(1, 6, DIM))
-    assert int(norm.skipped) == 1
-    assert not y[2].isfinite().all()  # the output shows it
-    assert y[[0, 1, 3, 4, 5]].isfinite().all()
-    assert (y[0] != 0).any()
-    after = norm.state_dict()
-    for name in before:
-        if not name.startswith("skipped"):
-            assert_close(after[name], before[name], rtol=0, atol=0)
-
-
-@every_stat
-def test_a_gradient_that_is_not_finite_leaves_the_state_alone(spec):
-    norm = trained(spec)
-    before = {k: v.clone() for k, v in norm.named_buffers()}
-    dy = batch(1, 6, DIM)
-    dy[1, 1] = float("inf")
-    after = train_step(norm, batch(0, 6, DIM), dy)
-    assert not after["dx"].isfinite().all()
-    moves = {"running", "step", "window_x", "filtered", "skipped", "skipped_grad"}  # what the forward writes
-    for name, value in before.items():
-        if name not in moves:
-            assert_close(after[name], value, rtol=0, atol=0)
+@pytest.mark.filterwarnings("ignore")  # of compilers
+@pytest.mark.parametrize(
+    "spec", ["power(groups=0, warmup=0)", "un(outlier_filtration=True, window=2, warmup=2)", "un(window=2)"]
+)
+def test_two_compiled_forwards_before_one_backward(spec):
+    """State is read in the backward that changes it, not in the forward before."""
+    eager = make(spec, 2)
+    norm = copy.deepcopy(eager)
+    compiled = torch.compile(norm, backend="aot_eager_decomp_partition")
+    for _ in range(4):
+        a, b = torch.randn(2, 6, 2)
+        for forward in (eager, compiled):
+            (forward(a).square().sum() + 3 * forward(b).square().sum()).backward()
+    assert_close(dict(norm.named_buffers()), dict(eager.named_buffers()), rtol=1e-4, atol=1e-5)
 
 
 @every
@@ -265,24 +194,14 @@ def test_state_is_float32_or_wider_whatever_the_default_type(spec, dtype):
     assert {p.dtype for p in norm.parameters()} <= {dtype}
     state = {b.dtype for b in norm.buffers() if b.is_floating_point()}
     assert state <= {torch.promote_types(dtype, torch.float32)}
+    cast = trained(spec, dtype=torch.float32)
+    before = {name: buffer.clone() for name, buffer in cast.named_buffers()}
+    assert_close(dict(cast.to(dtype).named_buffers()), before, rtol=0, atol=0, check_dtype=dtype is not torch.float64)
     twin = make(spec, DIM).to(dtype)
     x, dy = batch(0, 6, DIM, dtype=dtype), batch(1, 6, DIM, dtype=dtype)
-    assert_close(train_step(norm, x, dy), train_step(twin, x, dy), rtol=1e-6, atol=1e-6)  # sqrt(dim) of ScaleNorm
-
-
-@every_stat
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("cast", ["method", "to"])
-def test_state_stays_float32_in_half_models(spec, dtype, cast):
-    norm = trained(spec, dtype=torch.float32)
-    before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
-    name = {torch.float16: "half", torch.bfloat16: "bfloat16"}[dtype]
-    norm = norm.to(dtype) if cast == "to" else getattr(norm, name)()
-    assert norm.weight.dtype is dtype
-    assert_close(dict(norm.named_buffers()), before, rtol=0, atol=0)
-    after = train_step(norm, batch(0, 6, DIM, dtype=dtype), batch(1, 6, DIM, dtype=dtype))
-    assert after["y"].dtype is after["dx"].dtype is after["dweight"].dtype is dtype
-    assert all(after[name].dtype is value.dtype for name, value in before.items())
+    after = train_step(norm, x, dy)
+    assert_close(after, train_step(twin, x, dy), rtol=1e-6, atol=1e-6)  # sqrt(dim) of ScaleNorm
+    assert after["y"].dtype is after["dx"].dtype is dtype
 
 
 @every_stat
@@ -341,4 +260,31 @@ def test_training_graphs_without_a_backward_pass_are_refused(spec):
     for trace in (torch.export.export, torch.jit.trace):
         with pytest.raises(RuntimeError, match="eval"):
             trace(norm, (x,))
-    torch.export.export(norm.eval(), (x,))
+
+
+@every_stat
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_batch_or_gradient_that_is_not_finite_leaves_the_state_alone(spec, bad):
+    norm = trained(spec)
+    before = copy.deepcopy(norm.state_dict())
+    x = batch(0, 6, DIM)
+    x[2, 3] = bad
+    leaf = x.clone().requires_grad_()
+    y = norm(leaf)
+    y.backward(batch(1, 6, DIM))
+    assert int(norm.skipped) == 1
+    assert not y[2].isfinite().all()  # the output shows it
+    assert y[[0, 1, 3, 4, 5]].isfinite().all()
+    assert (y[0] != 0).any()
+    after = norm.state_dict()
+    for name in before:
+        if not name.startswith("skipped"):
+            assert_close(after[name], before[name], rtol=0, atol=0)
+    dy = batch(1, 6, DIM)
+    dy[1, 1] = bad
+    after = train_step(norm, batch(0, 6, DIM), dy)
+    assert not after["dx"].isfinite().all()
+    moves = {"running", "step", "window_x", "filtered", "skipped", "skipped_grad"}  # what the forward writes
+    for name, _ in norm.named_buffers():
+        if name not in moves:
+            assert_close(after[name], before[name], rtol=0, atol=0)

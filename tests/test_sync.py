@@ -10,8 +10,18 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from norm_cases import DIM, batch, random_norm, train_step
 from norm_cases import SPECS as ALL_SPECS
+from small_models import built
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    init_device_mesh,
+)  # fmt: skip
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
@@ -58,6 +68,12 @@ def _enter(rank, worker, world, folder):
         dist.destroy_process_group()
 
 
+def _each(rank, world, workers):
+    """Run several workers in the same processes: it takes seconds to start them."""
+    for worker, *given in workers:
+        worker(rank, world, *given)
+
+
 def one_process(spec: str, world: int) -> list[dict]:
     """Run the same steps in one process on the joint batch."""
     norm = random_norm(spec)
@@ -87,19 +103,7 @@ def _train_in_process(rank, world, expected_steps):
             compare(got, expected[step], rank, grads)
 
 
-def joint_results(record_property, world: int) -> dict[str, list[dict]]:
-    """Return the joint results of every norm, and record the norms for the table of laws."""
-    for spec in SPECS:
-        record_property("norm", spec)
-    return {spec: one_process(spec, world) for spec in SPECS}
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_processes_equal_one_process_with_the_joint_batch(world, tmp_path, record_property):
-    spawn(_train_in_process, world, tmp_path, joint_results(record_property, world))
-
-
-def _ddp(rank, world, broadcast, expected_steps):
+def _ddp(rank, world, expected_steps, broadcast):
     for spec, expected in expected_steps.items():
         norm = random_norm(spec)
         model = DistributedDataParallel(norm, broadcast_buffers=broadcast)
@@ -114,16 +118,11 @@ def _ddp(rank, world, broadcast, expected_steps):
             compare(got, expected[step], rank, {f"d{n}": got[f"d{n}"] * world for n, _ in norm.named_parameters()})
 
 
-@pytest.mark.parametrize("broadcast", [True, False])
-def test_under_ddp_with_and_without_broadcast_buffers(broadcast, tmp_path, record_property):
-    spawn(_ddp, 2, tmp_path, broadcast, joint_results(record_property, 2))
-
-
 def _fsdp(rank, world, expected_steps):
     start = sum(SIZES[:rank])
     for spec, expected in expected_steps.items():
         norm = random_norm(spec)
-        fully_shard(norm, mesh=dist.device_mesh.init_device_mesh("cpu", (world,)))
+        fully_shard(norm, mesh=init_device_mesh("cpu", (world,)))
         for step in range(STEPS):
             x, dy, mask = (part[rank] for part in shares(world, step))
             leaf = x.clone().requires_grad_()
@@ -137,22 +136,14 @@ def _fsdp(rank, world, expected_steps):
                 assert_close(buffer, expected[step][name])
 
 
-def test_under_fsdp2(tmp_path, record_property):
-    spawn(_fsdp, 2, tmp_path, joint_results(record_property, 2))
-
-
 def _fsdp_mixed(rank, world):
     norm = random_norm("un(sync=True, window=2, warmup=2)", dtype=torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
-    fully_shard(norm, mesh=dist.device_mesh.init_device_mesh("cpu", (world,)), mp_policy=policy)
+    fully_shard(norm, mesh=init_device_mesh("cpu", (world,)), mp_policy=policy)
     for step in range(3):
         y = norm(batch(step, 6, DIM, dtype=torch.float32))
         assert y.dtype is torch.bfloat16
     assert all(b.dtype in (torch.float32, torch.int64) for b in norm.buffers())
-
-
-def test_state_stays_float32_under_fsdp2_mixed_precision(tmp_path):
-    spawn(_fsdp_mixed, 2, tmp_path)
 
 
 def _unsynchronised(rank, world):
@@ -161,10 +152,6 @@ def _unsynchronised(rank, world):
     gathered = [torch.empty_like(norm.running) for _ in range(world)]
     dist.all_gather(gathered, norm.running)
     assert not torch.allclose(*gathered)
-
-
-def test_without_sync_every_process_keeps_its_own_statistics(tmp_path):
-    spawn(_unsynchronised, 2, tmp_path)
 
 
 def _one_all_reduce_a_pass(rank, world):
@@ -183,10 +170,6 @@ def _one_all_reduce_a_pass(rank, world):
         y = norm(leaf, mask)
         y.backward(dy)
     assert calls == [DIM + 1, DIM]  # sums and count, then gradient sums
-
-
-def test_one_small_all_reduce_a_pass(tmp_path):
-    spawn(_one_all_reduce_a_pass, 2, tmp_path)
 
 
 # -- groups of processes -----------------------------------------------------------------------------------------------
@@ -208,11 +191,6 @@ def _groups(rank, world, expected_steps):
             assert_close(got["y"], expected[step]["y"][start : start + SIZES[rank]])
             assert_close(got["dx"], expected[step]["dx"][start : start + SIZES[rank]])
             assert_close(got["running"], expected[step]["running"])
-
-
-def test_a_group_leaves_the_other_processes_alone(tmp_path):
-    expected = {spec: one_process(spec, 2) for spec in (SPECS[0], SPECS[2], SPECS[6])}
-    spawn(_groups, 3, tmp_path, expected)
 
 
 def _group_survives(rank, world):
@@ -237,25 +215,12 @@ def _group_survives(rank, world):
     assert type(norm)(DIM, sync=group).sync is group
 
 
-def test_conversions_and_copies_keep_the_group(tmp_path):
-    spawn(_group_survives, 2, tmp_path)
-
-
 # -- DTensors ----------------------------------------------------------------------------------------------------------
 
 SEQUENCES = (3, 5, DIM)  # 5 tokens of two processes: 3 and 2
 
 
 def _dtensors(rank, world, expected_steps):
-    from torch.distributed.tensor import (
-        DTensor,
-        Replicate,
-        Shard,
-        distribute_module,
-        distribute_tensor,
-        init_device_mesh,
-    )
-
     mesh = init_device_mesh("cpu", (world,))
     for number, (spec, expected) in enumerate(expected_steps.items()):
         for placement in (Shard(1), (Shard(0), Shard(2), Replicate())[number % 3]):
@@ -285,43 +250,17 @@ def sequences(step):
     return batch(10 * step, *SEQUENCES), batch(500 + step, *SEQUENCES), mask
 
 
-def test_norms_of_dtensors_equal_one_process(tmp_path):
-    expected = {}
-    for spec in ALL_SPECS:
-        norm = random_norm(spec)
-        expected[spec] = [train_step(norm, *sequences(step)) for step in range(3)]
-    spawn(_dtensors, 2, tmp_path, expected)
-
-
-class Block(nn.Module):
+def block() -> nn.Module:
     """Two projections between a norm before and one after."""
-
-    def __init__(self):
-        super().__init__()
-        self.before, self.up, self.down, self.after = (
-            nn.LayerNorm(8),
-            nn.Linear(8, 16),
-            nn.Linear(16, 8),
-            nn.LayerNorm(8),
-        )
-
-    def forward(self, x):
-        """Return `x` and more."""
-        return self.after(x + self.down(self.up(self.before(x)).relu()))
+    projections = {"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
+    return built(lambda m, x: m.after(x + m.down(m.up(m.before(x)).relu())),
+                 before=nn.LayerNorm(8), **projections, after=nn.LayerNorm(8))  # fmt: skip
 
 
 def _tensor_parallel_block(rank, world, state, expected):
-    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
     mesh = init_device_mesh("cpu", (world,))
     for spec, (output, running) in expected.items():
-        model = convert(Block(), spec)
+        model = convert(block(), spec)
         model.load_state_dict(state, strict=False)
         plan = {
             "before": SequenceParallel(), "after": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)),
@@ -337,23 +276,32 @@ def _tensor_parallel_block(rank, world, state, expected):
         assert_close(found.to_local() if hasattr(found, "to_local") else found, running)
 
 
-def test_a_converted_block_under_tensor_parallelism(tmp_path):
-    torch.manual_seed(0)
-    state, expected = Block().state_dict(), {}
-    for spec in ("un", "mabn", "batch", "renorm"):
-        model = convert(Block(), spec)
-        model.load_state_dict(state, strict=False)
-        expected[spec] = model(torch.linspace(-1, 1, 96).view(2, 6, 8)).detach(), model.after.running.clone()
-    spawn(_tensor_parallel_block, 2, tmp_path, state, expected)
-
-
 def _plain_parameters(rank, world):
-    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-
     x = distribute_tensor(torch.ones(2, 4, DIM, dtype=torch.float64), init_device_mesh("cpu", (world,)), [Shard(1)])
     with pytest.raises(TypeError, match="weight"):
         random_norm("un")(x)
 
 
-def test_plain_parameters_of_a_dtensor_raise(tmp_path):
-    spawn(_plain_parameters, 2, tmp_path)
+def test_two_processes_equal_one_with_the_joint_batch(tmp_path):
+    joint = {spec: one_process(spec, 2) for spec in SPECS}
+    workers = [(_ddp, joint, True), (_ddp, joint, False), (_fsdp, joint), (_fsdp_mixed,), (_unsynchronised,)]
+    spawn(_each, 2, tmp_path, [*workers, (_one_all_reduce_a_pass,), (_group_survives,)])
+
+
+def test_three_processes_and_groups_of_them(tmp_path):
+    joint = {spec: one_process(spec, 3) for spec in SPECS}
+    of_two = {spec: one_process(spec, 2) for spec in (SPECS[0], SPECS[2], SPECS[6])}
+    spawn(_each, 3, tmp_path, [(_train_in_process, joint), (_groups, of_two)])
+
+
+def test_norms_of_dtensors_and_a_block_under_tensor_parallelism(tmp_path):
+    torch.manual_seed(0)
+    state, steps, blocks = block().state_dict(), {}, {}
+    for spec in ALL_SPECS:
+        norm = random_norm(spec)
+        steps[spec] = [train_step(norm, *sequences(step)) for step in range(3)]
+    for spec in ("un", "mabn", "batch", "renorm"):
+        model = convert(block(), spec)
+        model.load_state_dict(state, strict=False)
+        blocks[spec] = model(torch.linspace(-1, 1, 96).view(2, 6, 8)).detach(), model.after.running.clone()
+    spawn(_each, 2, tmp_path, [(_dtensors, steps), (_tensor_parallel_block, state, blocks), (_plain_parameters,)])

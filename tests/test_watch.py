@@ -1,10 +1,10 @@
 """Recorded values are right, and recording does not change the training."""
 
-import copy
 import math
 
 import pytest
 import torch
+from small_models import built
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -103,20 +103,15 @@ def test_a_normkit_norm_is_compared_with_its_own_statistics(norm):
         assert only(rows, "nu")[0] == 0 < only(rows, "nu")[2]
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d(6), nn.BatchNorm2d(6), nn.GroupNorm(2, 6)])
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(6), nn.GroupNorm(2, 6)])
 def test_channels_that_do_not_come_last(norm):
-    shape = (5, 6, 3, 4) if isinstance(norm, nn.BatchNorm2d) else (5, 6, 4)
-    xs = [batch(seed, *shape) for seed in range(2)]
-    model = nn.Sequential(norm).double()
-    rows = train(model, xs)
+    xs = [batch(seed, 5, 6, 3, 4) for seed in range(2)]
+    rows = train(nn.Sequential(norm).double(), xs)
     flat = [x.movedim(1, -1).reshape(-1, 6) for x in xs]
     assert only(rows, "tokens") == [len(x) for x in flat]
-    old = torch.zeros(6) if isinstance(norm, nn.modules.batchnorm._BatchNorm) else flat[0].mean(0)
-    if old.any():
-        assert only(rows, "distance_mean") == pytest.approx([float((flat[1].mean(0) - old).norm() / 6)])
-    else:
-        assert only(rows, "distance_mean")[0] == pytest.approx(float(flat[0].mean(0).norm() / 6)), "its own, still 0"
-        assert len(only(rows, "distance_mean")) == 2
+    own = isinstance(norm, nn.BatchNorm2d)  # a mean of its own, still 0 in the first step
+    expected = flat[0].mean(0) if own else flat[1].mean(0) - flat[0].mean(0)
+    assert only(rows, "distance_mean")[0] == pytest.approx(float(expected.norm() / 6))
 
 
 def test_norms_of_weights_are_not_recorded():
@@ -132,25 +127,13 @@ def test_converted_image_norms_are_recorded_channels_last(spec):
     """Also if width and channels are equal, so that the shape does not show the axes."""
     norm = normkit.convert(nn.Sequential(nn.BatchNorm2d(6)), spec).double()
     xs = [batch(seed, 5, 6, 4, 6) for seed in range(3)]
-    rows = train(copy.deepcopy(norm), xs)
-    expected = train(Moved(copy.deepcopy(norm[0])), xs)
+    rows = train(norm, xs)
+    moved = built(lambda m, x: m.norm(x.movedim(1, -1)).movedim(-1, 1), norm=normkit.make(spec, 6)).double()
+    expected = train(moved, xs)
     compared = {row.quantity for row in rows}
     assert {"distance_quadratic", "g_psi2", "tokens"} <= compared
     for quantity in compared:
         assert only(rows, quantity) == pytest.approx(only(expected, quantity), nan_ok=True), quantity
-
-
-class Moved(nn.Module):
-    """A norm, with its channels moved by this module and not by hooks."""
-
-    def __init__(self, norm):
-        super().__init__()
-        self.norm = norm
-        for hooks in (norm._forward_pre_hooks, norm._forward_hooks):
-            hooks.clear()
-
-    def forward(self, x):
-        return self.norm(x.movedim(1, -1)).movedim(-1, 1)
 
 
 def test_gradient_statistics_are_what_the_backward_pass_has():
@@ -267,57 +250,43 @@ def test_padding_is_found_by_the_embedding():
     assert values["PNV"]["padding"] == pytest.approx(3 / 8)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, inner, reentrant):
-        super().__init__()
-        self.first, self.inner, self.reentrant = nn.Linear(6, 6).double(), inner, reentrant
-
-    def forward(self, x):
-        if self.reentrant is None:
-            return self.inner(self.first(x))
-        return checkpoint(self.inner, self.first(x), use_reentrant=self.reentrant)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("norm", ["layer", "power(warmup=1)"])
-def test_a_recomputed_forward_is_recorded_once(norm, reentrant):
+def test_a_recomputed_forward_is_recorded_once(norm):
+    def forward(m, x):
+        x = m.first(x)
+        return m.inner(x) if kind is None else checkpoint(m.inner, x, use_reentrant=kind)
+
     found = {}
-    for kind in (None, reentrant):
+    for kind in (None, True, False):
         torch.manual_seed(0)
-        model = Checkpointed(chain(normkit.make(norm, 6)), kind)
-        found[kind] = train(model, [batch(seed, 8, 6) for seed in range(3)])
-    keys = [row[:4] for row in found[reentrant]]
-    assert sorted(keys) == sorted(row[:4] for row in found[None])
-    assert len(set(keys)) == len(keys)
-    plain = {row[:4]: row.value for row in found[None]}
-    assert [row.value for row in found[reentrant]] == pytest.approx([plain[key] for key in keys], rel=1e-6)
+        model = built(forward, first=nn.Linear(6, 6).double(), inner=chain(normkit.make(norm, 6)))
+        rows = train(model, [batch(seed, 8, 6) for seed in range(3)])
+        found[kind] = {row[:4]: row.value for row in rows}
+        assert len(found[kind]) == len(rows)
+    for reentrant in (True, False):
+        assert found[reentrant] == pytest.approx(found[None], rel=1e-6)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_compiled_model_gives_the_same_rows(inside):
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own, torch 2.11
+@pytest.mark.parametrize("how", ["whole", "inside", "itself"])
+def test_a_compiled_model_gives_the_same_rows(how):
     xs = [batch(seed, 8, 6) for seed in range(5)]
     eager = train(chain(nn.LayerNorm(6), normkit.make("pnv", 6)), xs, every=2)
     model = chain(nn.LayerNorm(6), normkit.make("pnv", 6))
     torch._dynamo.reset()
-    run = torch.compile(model, backend="aot_eager", fullgraph=True)
-    if inside:
-        run = nn.Sequential(run)
+    if how == "itself":
+        model.compile(backend="aot_eager", fullgraph=True)
+        run = model
+    else:
+        run = torch.compile(model, backend="aot_eager", fullgraph=True)
+        run = nn.Sequential(run) if how == "inside" else run
     rows = train(run, xs, every=2)
-    mine = {(row.step, row.site[2 * inside :], row.quantity): row.value for row in rows}
+    mine = {(row.step, row.site[2 * (how == "inside") :], row.quantity): row.value for row in rows}
     theirs = {(row.step, row.site, row.quantity): row.value for row in eager}
     assert mine.keys() == theirs.keys()
     assert [mine[key] for key in theirs] == pytest.approx(list(theirs.values()), rel=1e-5, abs=1e-12)
     with torch.no_grad():
         run(xs[0])  # the graph still has the operators, which now do nothing
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own, torch 2.11
-def test_a_model_that_compiles_itself():
-    torch._dynamo.reset()
-    model = chain(nn.LayerNorm(6))
-    model.compile(backend="aot_eager", fullgraph=True)
-    rows = train(model, [batch(seed, 8, 6) for seed in range(5)], every=2, quantities=["rms", "g_psi2"])
-    assert [(row.step, row.quantity) for row in rows] == [(s, q) for s in (1, 3, 5) for q in ("rms", "g_psi2")]
 
 
 def test_evaluation_and_calls_of_parts_are_not_steps():
@@ -346,8 +315,7 @@ def test_windows_of_one_channel_and_of_all():
     assert len(only(rows, "pnac_gradient")) == 2
 
 
-@pytest.mark.parametrize("every", [1, 3])
-def test_a_resumed_recorder_gives_the_same_rows(every):
+def test_a_resumed_recorder_gives_the_same_rows():
     xs = [batch(seed, 8, 6) for seed in range(20)]
     whole, rows, state = [], [], {}
     for parts, out in (([xs], whole), ([xs[:8], xs[8:]], rows)):
@@ -355,7 +323,7 @@ def test_a_resumed_recorder_gives_the_same_rows(every):
         model, done, state = nn.Sequential(nn.LayerNorm(6)).double(), 0, {}
         optimizer = torch.optim.SGD(model.parameters(), 1e-2)
         for part in parts:
-            recorder = Recorder(model, every, "all", start=done)
+            recorder = Recorder(model, 3, "all", start=done)
             recorder.load(state)
             recorder.follow()
             for x in part:
@@ -381,29 +349,20 @@ def test_wrong_arguments_leave_no_hooks(tmp_path):
     for model, options, error, name in (
         ("m", {}, TypeError, r"nn\.Module"),
         (nn.LayerNorm(3), {"every": 0}, ValueError, "every"),
-        (nn.LayerNorm(3), {"every": "5"}, ValueError, "every"),
         (nn.LayerNorm(3), {"every": True}, ValueError, "every"),
         (nn.LayerNorm(3), {"keep": 0}, ValueError, "keep"),
         (nn.LayerNorm(3), {"quantities": ["rsm"]}, ValueError, "rms"),
-        (nn.LayerNorm(3), {"quantities": []}, ValueError, "quantities"),
         (nn.LayerNorm(3), {"loss": 3.0}, ValueError, "loss"),
+        (nn.LayerNorm(3), {"loss": lambda: 1 / 0}, ZeroDivisionError, ""),
         (nn.LayerNorm(3), {"to": tmp_path / "no" / "x.csv"}, ValueError, "no folder"),
         (nn.Linear(4, 4), {}, ValueError, "Linear"),
         (sharded, {}, ValueError, "FSDP2"),
     ):
         with pytest.raises(error, match=name), normkit.record(model, **options):
-            pass
+            model(torch.ones(2, 3))
         assert not isinstance(model, nn.Module) or not (model._forward_hooks or model._forward_pre_hooks)
     with normkit.record(nn.Linear(4, 4), every=1, quantities=["gradient_norm"]):
         pass
-
-
-def test_a_loss_that_raises_leaves_no_hooks():
-    model = nn.LayerNorm(3)
-    with pytest.raises(ZeroDivisionError), normkit.record(model, loss=lambda: 1 / 0):
-        model(torch.ones(2, 3))
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
 
 
 def test_every_quantity_is_recorded_somewhere():
@@ -444,19 +403,3 @@ def test_the_loss_is_found_in_three_ways():
         assert only(rows, "loss") == pytest.approx([one, (two + three) / 2])
         entropy = [-(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))] * 2
         assert only(rows, "constant_loss") == pytest.approx([] if callable(loss) and loss is not criterion else entropy)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_recording_never_waits_for_the_gpu():
-    model = chain(nn.LayerNorm(6), normkit.make("power(groups=0)", 6)).cuda()
-    x = batch(0, 8, 6).cuda()
-    with normkit.record(model, every=1, quantities="all") as rows:
-        model(x).sum().backward()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for _ in range(40):
-                model(x).sum().backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    assert len(rows) > 1000

@@ -79,151 +79,53 @@ LLAMA = {**SMALL, "num_key_value_heads": 1, "max_position_embeddings": 32, "head
 def _hf(name: str, config: str, **options: Any) -> nn.Module:
     import transformers
 
+    return _ready(lambda: getattr(transformers, name)(getattr(transformers, config)(**options)))
+
+
+def _ready(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
-    return randomize(getattr(transformers, name)(getattr(transformers, config)(**options))).eval()
+    return randomize(make()).eval()
 
 
-def _text(model: nn.Module, **more: Any) -> Case:
-    kwargs = {"input_ids": tokens(2, 7), "attention_mask": padding(), **more}
-    return Case(model, (), kwargs, "attention_mask", lambda out: out.logits)
+def _text(name: str, config: str, **options: Any) -> Case:
+    kwargs = {"input_ids": tokens(2, 7), "attention_mask": padding()}
+    return Case(_hf(name, config, **options), (), kwargs, "attention_mask", lambda out: out.logits)
 
 
-def bert() -> Case:
-    """Post-norm encoder with a tied output."""
-    return _text(_hf("BertForMaskedLM", "BertConfig", **SMALL, max_position_embeddings=32))
+def _pair(name: str, config: str, **options: Any) -> Case:
+    case = _text(name, config, **options)
+    more = {"decoder_input_ids": tokens(2, 5, seed=3), "decoder_attention_mask": padding(2, 5)}
+    return case._replace(kwargs=case.kwargs | more)
 
 
-def roberta() -> Case:
-    """BERT with positions that count from padding."""
-    return _text(_hf("RobertaForMaskedLM", "RobertaConfig", **SMALL, max_position_embeddings=40))
+def _hf_image(name: str, config: str, size: int, **options: Any) -> Case:
+    kwargs = {"pixel_values": pixels(2, 3, size, size)}
+    return Case(_hf(name, config, **options), (), kwargs, None, lambda out: out.logits)
 
 
-def gpt2() -> Case:
-    """Pre-norm decoder with Conv1D layers and a tied output."""
-    return _text(_hf("GPT2LMHeadModel", "GPT2Config", n_embd=16, n_layer=2, n_head=2, vocab_size=50, n_positions=32,
-                     bos_token_id=1, eos_token_id=1))  # fmt: skip
+def _timm(name: str, size: int, **options: Any) -> Case:
+    import timm
+
+    return Case(_ready(lambda: timm.create_model(name, num_classes=7, **options)), (pixels(2, 3, size, size),), {})
 
 
-def _pair(model: nn.Module) -> Case:
-    return _text(model, decoder_input_ids=tokens(2, 5, seed=3), decoder_attention_mask=padding(2, 5))
-
-
-def t5() -> Case:
-    """Encoder-decoder with RMSNorms and no biases."""
-    return _pair(_hf("T5ForConditionalGeneration", "T5Config", d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
-                     vocab_size=50, decoder_start_token_id=0))  # fmt: skip
-
-
-PAIR = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 50,
-        "max_position_embeddings": 32}  # fmt: skip
-
-
-def bart() -> Case:
-    """Post-norm encoder-decoder with norms of the embeddings."""
-    return _pair(_hf("BartForConditionalGeneration", "BartConfig", **PAIR, forced_eos_token_id=None))
-
-
-def marian() -> Case:
-    """Post-norm translation model."""
-    return _pair(_hf("MarianMTModel", "MarianConfig", **PAIR, pad_token_id=0, decoder_start_token_id=0, eos_token_id=1,
-                     forced_eos_token_id=None))  # fmt: skip
-
-
-def llama() -> Case:
-    """Pre-norm decoder with RMSNorms and an untied head."""
-    return _text(_hf("LlamaForCausalLM", "LlamaConfig", **LLAMA))
-
-
-def mistral() -> Case:
-    """As Llama, with a sliding window."""
-    return _text(_hf("MistralForCausalLM", "MistralConfig", **LLAMA))
-
-
-def qwen() -> Case:
-    """As Llama, with norms of queries and keys."""
-    return _text(_hf("Qwen3ForCausalLM", "Qwen3Config", **LLAMA))
-
-
-def gemma() -> Case:
-    """As Llama, with gains stored less one, and a tied head."""
-    return _text(_hf("GemmaForCausalLM", "GemmaConfig", **LLAMA))
-
-
-def gemma2() -> Case:
-    """Norms before and after each block."""
-    return _text(_hf("Gemma2ForCausalLM", "Gemma2Config", **LLAMA, attn_implementation="eager"))
-
-
-def hf_vit() -> Case:
-    """Vision Transformer of transformers."""
-    options = {key: value for key, value in SMALL.items() if key != "vocab_size"}
-    model = _hf("ViTForImageClassification", "ViTConfig", **options, image_size=16, patch_size=8)
-    return Case(model, (), {"pixel_values": pixels(2, 3, 16, 16)}, None, lambda out: out.logits)
-
-
-def hf_swin() -> Case:
-    """Swin of transformers, at a size that needs no padding."""
-    model = _hf("SwinForImageClassification", "SwinConfig", image_size=32, patch_size=4, embed_dim=8, depths=[1, 1],
-                num_heads=[2, 2], window_size=4)  # fmt: skip
-    return Case(model, (), {"pixel_values": pixels(2, 3, 32, 32)}, None, lambda out: out.logits)
-
-
-def hf_resnet() -> Case:
-    """ResNet of transformers: BatchNorm2d between convolutions."""
-    model = _hf("ResNetForImageClassification", "ResNetConfig", embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1],
-                layer_type="basic")  # fmt: skip
-    return Case(model, (), {"pixel_values": pixels(2, 3, 24, 24)}, None, lambda out: out.logits)
-
-
-def timm_vit() -> Case:
-    """Vision Transformer of timm."""
-    timm = _timm()
-    model = timm.create_model("test_vit", num_classes=7, img_size=32)
-    return Case(randomize(model).eval(), (pixels(2, 3, 32, 32),), {})
-
-
-def timm_deit() -> Case:
-    """DeiT of timm, with its distillation token."""
-    timm = _timm()
-    model = timm.create_model(
-        "deit_tiny_distilled_patch16_224", img_size=32, depth=2, embed_dim=12, num_heads=3, num_classes=7
-    )
-    return Case(randomize(model).eval(), (pixels(2, 3, 32, 32),), {})
-
-
-def timm_swin() -> Case:
-    """Swin of timm."""
-    timm = _timm()
-    model = timm.create_model("swin_tiny_patch4_window7_224", img_size=56, embed_dim=8, depths=(2, 1), num_heads=(2, 2),
-                              num_classes=7, window_size=7)  # fmt: skip
-    return Case(randomize(model).eval(), (pixels(2, 3, 56, 56),), {})
-
-
-def timm_convnext() -> Case:
-    """ConvNeXt of timm: norms with the channels in front."""
-    timm = _timm()
-    model = timm.create_model("test_convnext", num_classes=7)
-    return Case(randomize(model).eval(), (pixels(2, 3, 64, 64),), {})
-
-
-def torchvision_vit() -> Case:
-    """Vision Transformer of torchvision, on `nn.MultiheadAttention`."""
+def _torchvision_vit() -> Case:
     from torchvision.models import vision_transformer
 
-    torch.manual_seed(0)
-    model = vision_transformer.VisionTransformer(32, 8, 2, 2, 16, 32, num_classes=7)
-    nn.init.normal_(model.heads.head.weight)
-    return Case(randomize(model).eval(), (pixels(2, 3, 32, 32),), {})
+    def make() -> nn.Module:
+        model = vision_transformer.VisionTransformer(32, 8, 2, 2, 16, 32, num_classes=7)
+        nn.init.normal_(model.heads.head.weight)
+        return model
+
+    return Case(_ready(make), (pixels(2, 3, 32, 32),), {})
 
 
-def torchvision_swin() -> Case:
-    """Swin of torchvision: zero padding after a norm unless the window divides the size."""
+def _torchvision_swin() -> Case:
     from torchvision.models import swin_transformer
 
-    torch.manual_seed(0)
-    model = swin_transformer.SwinTransformer([4, 4], 8, [2, 1], [2, 2], [4, 4], num_classes=7)
-    return Case(randomize(model).eval(), (pixels(2, 3, 32, 32),), {})
+    sizes = [4, 4], 8, [2, 1], [2, 2], [4, 4]
+    model = _ready(lambda: swin_transformer.SwinTransformer(*sizes, num_classes=7))
+    return Case(model, (pixels(2, 3, 32, 32),), {})
 
 
 def _encoder(norm_first: bool) -> Case:
@@ -235,29 +137,44 @@ def _encoder(norm_first: bool) -> Case:
     return Case(randomize(model).eval(), (pixels(2, 7, 16),), {"src_key_padding_mask": mask}, "src_key_padding_mask")
 
 
-def torch_encoder_post() -> Case:
-    """`nn.TransformerEncoder` as it is by default, with the fused fast path."""
-    return _encoder(False)
-
-
-def torch_encoder_pre() -> Case:
-    """`nn.TransformerEncoder` with `norm_first=True`."""
-    return _encoder(True)
-
-
-def _timm() -> Any:
-    import timm
-
-    torch.manual_seed(0)
-    return timm
-
-
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50, "n_positions": 32, "bos_token_id": 1,
+        "eos_token_id": 1}  # fmt: skip
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 50,
+      "decoder_start_token_id": 0}  # fmt: skip
+PAIR = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 50,
+        "max_position_embeddings": 32, "forced_eos_token_id": None}  # fmt: skip
+MARIAN = {**PAIR, "pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 1}
+VIT = {key: value for key, value in SMALL.items() if key != "vocab_size"} | {"image_size": 16, "patch_size": 8}
+SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4}
+RESNET = {"embedding_size": 8, "hidden_sizes": [8, 12], "depths": [1, 1], "layer_type": "basic"}
 CASES: dict[str, Callable[[], Case]] = {
-    case.__name__: case
-    for case in (bert, roberta, gpt2, t5, bart, marian, llama, mistral, qwen, gemma, gemma2, hf_vit, hf_swin, hf_resnet,
-                 timm_vit, timm_deit, timm_swin, timm_convnext, torchvision_vit, torchvision_swin, torch_encoder_post,
-                 torch_encoder_pre)
+    "bert": lambda: _text("BertForMaskedLM", "BertConfig", **SMALL, max_position_embeddings=32),  # post-norm, tied
+    "roberta": lambda: _text("RobertaForMaskedLM", "RobertaConfig", **SMALL, max_position_embeddings=40),
+    "gpt2": lambda: _text("GPT2LMHeadModel", "GPT2Config", **GPT2),  # pre-norm with Conv1D layers, tied
+    "t5": lambda: _pair("T5ForConditionalGeneration", "T5Config", **T5),  # RMSNorms, no biases
+    "bart": lambda: _pair("BartForConditionalGeneration", "BartConfig", **PAIR),  # post-norm, norms of embeddings
+    "marian": lambda: _pair("MarianMTModel", "MarianConfig", **MARIAN),
+    "llama": lambda: _text("LlamaForCausalLM", "LlamaConfig", **LLAMA),  # pre-norm with RMSNorms, an untied head
+    "mistral": lambda: _text("MistralForCausalLM", "MistralConfig", **LLAMA),
+    "qwen": lambda: _text("Qwen3ForCausalLM", "Qwen3Config", **LLAMA),  # norms of queries and keys
+    "gemma": lambda: _text("GemmaForCausalLM", "GemmaConfig", **LLAMA),  # gains stored less one, a tied head
+    "gemma2": lambda: _text("Gemma2ForCausalLM", "Gemma2Config", **LLAMA, attn_implementation="eager"),
+    "hf_vit": lambda: _hf_image("ViTForImageClassification", "ViTConfig", 16, **VIT),
+    "hf_swin": lambda: _hf_image("SwinForImageClassification", "SwinConfig", 32, **SWIN),  # a size without padding
+    "hf_resnet": lambda: _hf_image("ResNetForImageClassification", "ResNetConfig", 24, **RESNET),
+    "timm_vit": lambda: _timm("test_vit", 32, img_size=32),
+    "timm_deit": lambda: _timm("deit_tiny_distilled_patch16_224", 32, img_size=32, depth=2, embed_dim=12, num_heads=3),
+    "timm_swin": lambda: _timm("swin_tiny_patch4_window7_224", 56, img_size=56, embed_dim=8, depths=(2, 1),
+                               num_heads=(2, 2), window_size=7),
+    "timm_convnext": lambda: _timm("test_convnext", 64),  # channels in front
+    "torchvision_vit": _torchvision_vit,  # on `nn.MultiheadAttention`
+    "torchvision_swin": _torchvision_swin,  # zero padding after a norm unless the window divides the size
+    "torch_encoder_post": lambda: _encoder(False),  # by default, with the fused fast path
+    "torch_encoder_pre": lambda: _encoder(True),
 }  # fmt: skip
+# without those that have nothing which another lacks
+FAMILIES = [name for name in CASES if name not in ("roberta", "marian", "mistral", "timm_deit", "timm_swin")]
 
 
 def missing(name: str) -> str | None:

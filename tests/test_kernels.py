@@ -1,16 +1,22 @@
-"""Kernels for CPUs, in C++ and of PyTorch, against plain operations in float64."""
+"""Kernels for CPUs against float64, their compilation, and the choice among kernels."""
+
+import _thread
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from norm_cases import PER_TOKEN, WITH_KERNEL_RULE, WITHOUT_KERNEL_RULE, several_steps
+from norm_cases import PER_TOKEN, WITH_KERNEL_RULE, WITHOUT_KERNEL_RULE, equal_steps, train_step, two_forwards_a_step
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import normkit
-from normkit.kernels import aten, build, native, ops, reference
+from normkit.kernels import aten, build, dispatch, native, ops, reference
 
 needs_kernels = pytest.mark.skipif(bool(build.obstacle()), reason=f"no kernels here: {build.obstacle()}")
 KINDS = (torch.float32, torch.bfloat16)
@@ -77,15 +83,16 @@ def test_steps_of_many_shapes(spec, masked, kind):
 
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("op", "weights"), [("rms", "C"), ("rms", ""), ("scale", "1"), ("scale", "C"), ("scale", "")])
+@pytest.mark.parametrize(
+    ("op", "weights", "biased"), [("rms", "C", True), ("rms", "", False), ("scale", "1", False), ("scale", "C", True)]
+)
 @pytest.mark.parametrize("by", ["native", "aten"])
 def test_rows_in_any_order_of_memory(op, weights, biased, kind, by, monkeypatch):
     monkeypatch.setattr(build, "is_loaded", lambda: by == "native")
     for n, width in SHAPES:
         torch.manual_seed(0)
         x, dy = normal(width, n, kind=kind).T.requires_grad_(), normal(width, n, kind=kind).T
-        weight = normal({"C": width, "1": 1, "": 0}[weights]).requires_grad_() if weights else None
+        weight = normal({"C": width, "1": 1}[weights]).requires_grad_() if weights else None
         bias = normal(width).requires_grad_() if biased else None
         leaves = [t for t in (x, weight, bias) if t is not None]
         wide = [t.detach().double().requires_grad_() for t in leaves]
@@ -99,15 +106,14 @@ def test_rows_in_any_order_of_memory(op, weights, biased, kind, by, monkeypatch)
         assert_close(y.double(), expected, **FINE[kind])
         found, plain = torch.autograd.grad(y, leaves, dy), torch.autograd.grad(expected, wide, dy.double())
         assert [t.dtype for t in found] == [t.dtype for t in leaves]
+        rough = {"rtol": 2e-2, "atol": 2e-2} if kind is KINDS[1] else {"rtol": 1e-4, "atol": 1e-4}
         for ours, theirs in zip(found, plain, strict=True):
-            assert_close(
-                ours.double(), theirs, rtol=2e-2 if kind is KINDS[1] else 1e-4, atol=2e-2 if kind is KINDS[1] else 1e-4
-            )
+            assert_close(ours.double(), theirs, **rough)
 
 
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("spec", ["power(warmup=0)", "power(groups=0, warmup=0)", "un", "batch", "rms", "scale"])
+@pytest.mark.parametrize("spec", ["power(warmup=0)", "un", "rms", "scale"])
 def test_the_same_bits_on_any_number_of_threads(spec, kind):
     before, found = torch.get_num_threads(), []
     try:
@@ -138,49 +144,19 @@ def test_halves_are_rounded_to_the_nearest_as_pytorch_does():
     assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("choice", ["auto", "reference"])
-def test_the_variance_survives_a_mean_far_from_zero(choice, masked):
-    torch.manual_seed(0)
-    x, mask = torch.randn(5000, 8) + 1e4, torch.rand(5000) < 0.5 if masked else None
-    norm = normkit.make("batch(alpha=0, running_var=biased)", 8)
-    with normkit.kernels(choice):
-        norm(x, mask)
-        assert_close(ops.moments(x, mask, True)[0], norm.running, rtol=1e-4, atol=1e-4)
-    assert_close(norm.running.double(), reference.moments(x.double(), mask, True)[0], rtol=1e-4, atol=1e-4)
-
-
 @needs_kernels
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("spec", WITH_KERNEL_RULE + WITHOUT_KERNEL_RULE + PER_TOKEN)
 def test_six_steps_equal_the_reference(spec, masked):
-    found = []
-    for choice in ("reference", "native"):
-        torch.manual_seed(0)
-        norm = normkit.make(spec, 40)
-        for parameter in norm.parameters():
-            torch.nn.init.normal_(parameter)
-        found.append(several_steps(norm, normal, masked, choice))
-    for ours, plain in zip(*found[::-1], strict=True):
-        assert_close(ours, plain, atol=3e-5, rtol=3e-5, equal_nan=True)
+    equal_steps(spec, masked, "native", normal)
 
 
 @needs_kernels
 @pytest.mark.parametrize("spec", ["power(groups=2, warmup=1)", "un(window=2, warmup=1)", "batch"])
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_several_forwards_in_one_graph_keep_separate_statistics(spec, recomputed):
-    found = []
-    for choice, again in (("reference", False), ("native", recomputed)):
-        torch.manual_seed(0)
-        norm, seen = normkit.make(spec, 24), []
-        with normkit.kernels(choice):
-            for _ in range(3):
-                one, two = (normal(5, 24).requires_grad_() for _ in range(2))
-                parts = [checkpoint(norm, x, use_reentrant=False) if again else norm(x) for x in (one, two)]
-                (parts[0] + 2 * parts[1]).backward(normal(5, 24))
-                seen += [one.grad, two.grad]
-        found.append([*seen, *(p.grad for p in norm.parameters()), *norm.buffers()])
-    assert_close(*found[::-1], rtol=1e-4, atol=1e-4)
+    found, plain = (two_forwards_a_step(spec, *how, normal) for how in (("native", recomputed), ("reference", False)))
+    assert_close(found, plain, rtol=1e-4, atol=1e-4)
 
 
 @needs_kernels
@@ -206,22 +182,18 @@ def test_forward_mode_differentiation_goes_by_pytorch(spec):
 @needs_kernels
 @pytest.mark.parametrize("spec", ["rms", "scale", "un(window=2, warmup=1)", "power(groups=2, warmup=1)", "renorm"])
 def test_pytorch_defaults_do_not_matter(spec):
-    def run():
+    def run(norm):
         torch.manual_seed(0)
         x, dy = (torch.randn(9, 6, dtype=torch.float32, device="cpu") for _ in range(2))
-        seen = []
-        for _ in range(3):
-            leaf = x.clone().requires_grad_()
-            y = norm(leaf)
-            seen += [y.detach(), *torch.autograd.grad(y, [leaf, *norm.parameters()], dy)]
-        return [*seen, *norm.buffers()]
+        steps = [train_step(norm, x, dy) for _ in range(3)]
+        return [value for step in steps for value in step.values()]
 
-    norm = normkit.make(spec, 6)
-    expected, norm = run(), normkit.make(spec, 6)
+    norm, twin = normkit.make(spec, 6), normkit.make(spec, 6)
+    expected = run(norm)
     try:
         torch.set_default_dtype(torch.float64)
         torch.set_default_device("meta")
-        found = run()
+        found = run(twin)
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
@@ -281,3 +253,180 @@ def test_power_after_its_warmup_reads_its_input_once():
         norm(x).sum().backward()
         norm(x).sum().backward()
     assert dict(ran) == {"native train_step": 1, "native train_step on one reading": 1}
+
+
+# -- compilation, by a script in place of a compiler -------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiler(monkeypatch, tmp_path):
+    """Return a function that sets what the compiler does; nothing is compiled or loaded yet."""
+    if sys.platform != "linux":
+        pytest.skip("kernels are compiled on Linux")
+    loaded, script = [], tmp_path / "a compiler"
+
+    def does(body):
+        script.write_text(f"#!/bin/sh\n{body}\n")
+        script.chmod(0o755)
+        monkeypatch.setenv("CXX", f"'{script}' -v")
+        build._load.cache_clear()
+        return loaded
+
+    monkeypatch.setenv("NORMKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    yield does
+    build._load.cache_clear()
+
+
+WRITES = 'while [ "$1" != -o ]; do shift; done; echo library > "$2"'
+
+
+def test_a_library_is_made_once_where_others_cannot_write(compiler, tmp_path):
+    loaded, folder = compiler(WRITES), tmp_path / "cache" / "native"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert build.is_loaded()
+    assert list(folder.iterdir()) == []
+    folder.chmod(0o700)
+    for _ in range(2):
+        build._load.cache_clear()
+        assert build.is_loaded()
+    assert loaded[1:] == [str(path) for path in folder.glob("*.so")] * 2
+    compiler("exit 1")
+    assert build.is_loaded(), "it is compiled already"
+
+
+@pytest.mark.parametrize("spec", ["batch", "rms", "power(groups=2)"])
+def test_without_a_compiler_plain_operations_run(spec, compiler, monkeypatch):
+    compiler("exit 1")
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    assert "g++" in build.obstacle()
+    with normkit.kernels("auto") as ran:
+        normkit.make(spec, 4)(torch.randn(8, 4))
+    assert ran
+    assert all(name.startswith("aten") for name in ran)
+    with pytest.raises(RuntimeError, match="native"), normkit.kernels("native"):
+        pass
+
+
+def test_a_compiler_that_fails_is_quoted(compiler, tmp_path):
+    loaded = compiler("echo 'no such flag: -O3' >&2; exit 1")
+    with pytest.warns(RuntimeWarning, match="-O3"):
+        assert not build.is_loaded()
+    assert loaded == []
+    assert {path.suffix for path in (tmp_path / "cache" / "native").iterdir()} == {".lock"}
+
+
+def test_a_user_without_a_home_gets_a_warning_and_slower_code(compiler, monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    compiler(WRITES)
+    monkeypatch.delenv("NORMKIT_CACHE")
+    monkeypatch.setattr(build.Path, "home", home)
+    with pytest.warns(RuntimeWarning, match="NORMKIT_CACHE"):
+        assert not build.is_loaded()
+    assert "no home folder" in build.obstacle()
+
+
+def test_processes_that_start_together_compile_once(tmp_path, monkeypatch):
+    compiled = []
+
+    def slowly(command, path):
+        time.sleep(0.2)
+        compiled.append(path)
+        path.touch()
+
+    monkeypatch.setattr(build, "_compile", slowly)
+    monkeypatch.setenv("NORMKIT_CACHE", str(tmp_path))
+    with ThreadPoolExecutor(4) as pool:  # locks of threads that open a file each are as those of processes
+        found = list(pool.map(lambda _: build._compiled(["g++"], []), range(4)))
+    assert found == compiled * 4
+    assert len(compiled) == 1
+
+
+def test_a_library_survives_a_power_cut_whole(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr("normkit._util.os.fsync", lambda file: synced.append(build.os.fstat(file).st_size))
+    build._compile(["sh", "-c", 'echo library > "$2"', "sh"], tmp_path / "kernels.so")  # in place of a compiler
+    assert synced[0] == len("library\n")
+    assert (tmp_path / "kernels.so").read_text() == "library\n"
+
+
+# -- the choice: environment, threads, backward passes -----------------------------------------------------------------
+
+
+def test_the_environment_is_read_when_an_op_runs(monkeypatch):
+    x = torch.ones(2, 4)
+    for choice, kind in (("reference", "reference"), ("native", "native" if build.is_loaded() else "reference")):
+        monkeypatch.setenv("NORMKIT_KERNELS", choice)
+        assert dispatch.select(x, "rms") == kind
+    monkeypatch.setenv("NORMKIT_KERNELS", "fastest")
+    with pytest.raises(ValueError, match="NORMKIT_KERNELS"):
+        ops.rms(x, None, None, 0.0)
+    with pytest.raises(ValueError, match="cuda"), normkit.kernels("cuda"):
+        pass
+    with normkit.kernels("reference") as ran:
+        assert dispatch.select(x, "layer") == "reference"
+        with normkit.kernels("auto"):
+            assert dispatch.select(x, "layer", cpu=()) == "reference"
+    assert dict(ran) == {"reference layer": 2}
+
+
+def test_a_choice_holds_in_its_own_thread():
+    inside, found = threading.Barrier(2), {}
+
+    def run(choice):
+        with normkit.kernels(choice):
+            inside.wait()  # both blocks are open at once
+            found[choice] = dispatch.current_choice()
+            inside.wait()
+
+    threads = [threading.Thread(target=run, args=(choice,)) for choice in ("reference", "auto")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {"reference": "reference", "auto": "auto"}
+
+
+def test_a_thread_of_autograd_takes_the_choice_of_the_block_around_the_backward_pass():
+    seen, done = [], threading.Event()
+
+    def recompute():  # as autograd's threads on a GPU, Python did not start this one
+        seen.append(dispatch.current_choice())
+        done.set()
+
+    with normkit.kernels("reference"):
+        _thread.start_new_thread(recompute, ())
+        assert done.wait(10)
+        own = threading.Thread(target=recompute)
+        own.start()
+        own.join()
+    assert seen == ["reference", "auto"], "a thread of Python has blocks of its own"
+    assert not dispatch._entered
+
+
+def test_small_inputs_on_a_gpu_take_kernels_of_torch(monkeypatch):
+    with FakeTensorMode(), normkit.kernels("auto") as ran:
+        x, w = torch.empty(8, 32, device="cuda"), torch.empty(32, device="cuda")
+        ops.layer(x, w, w, 1e-5)
+        ops.rms(x, w, None, 1e-5)
+        assert dict(ran) == {"torch layer": 1, "torch rms": 1}
+        half = x.bfloat16()
+        assert dispatch.has_torch_kernel(half, w.bfloat16())
+        assert not dispatch.has_torch_kernel(half, w), "PyTorch's kernels take one type"
+        assert not dispatch.has_torch_kernel(x, torch.empty(1, device="cuda")), "and a weight for each channel"
+        assert not dispatch.has_torch_kernel(torch.empty(dispatch.SMALL // 8, 16, device="cuda"))
+        assert dispatch.has_torch_kernel(torch.empty(dispatch.SMALL // 8, dispatch.LONGEST + 1, device="cuda"))
+        assert not dispatch.has_torch_kernel(torch.empty(0, 32, device="cuda"))
+        with monkeypatch.context() as patch:  # a compiled graph would hold for these sizes alone
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+            assert not dispatch.has_torch_kernel(x, w)
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+        assert dispatch.has_torch_kernel(x, w)
+        assert not dispatch.has_torch_kernel(half, w.bfloat16()), "under autocast they give float32"
+        with normkit.kernels("reference") as plain:
+            ops.layer(x, w, w, 1e-5)
+        assert dict(plain) == {"reference layer": 1}
