@@ -34,7 +34,8 @@ def _forget_ties(model: nn.Module, untied: set[str]) -> None:
     """
     forwards = (inspect.unwrap(type(module).forward) for module in model.modules())
     is_read = any("tie_word_embeddings" in getattr(each, "__code__", each).co_names for each in forwards)
-    for prefix, module in model.named_modules():
+    modules: list[tuple[str, Any]] = [*model.named_modules()]
+    for prefix, module in modules:
         if not hasattr(module, "all_tied_weights_keys"):
             continue
         own = {name.removeprefix(f"{prefix}." if prefix else "") for name in untied if name.startswith(prefix)}

@@ -3,7 +3,7 @@
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from normkit._util import pick
 from normkit.norms import make
@@ -217,7 +217,7 @@ def _validations(dashed: bool) -> Callable[[Runs], Drawn]:
             for number, run in enumerate(members):
                 points = [(point["step"], point[key]) for point in run.result["valid"] if key in point]
                 style = {"color": COLOURS[number % len(COLOURS)], "dash": "solid" if folds_away(run) else "dash"}
-                more = {"line": style} if dashed else {"mode": "lines+markers"}
+                more: Any = {"line": style} if dashed else {"mode": "lines+markers"}
                 if points:
                     add_line(figure, points, run.label, number, column=column, **more)
             figure.update_xaxes(title="step", col=column)

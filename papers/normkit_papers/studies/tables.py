@@ -71,7 +71,7 @@ def rows(entries: Iterable[Any], paper_warmup: bool = False) -> Iterator[Row]:
         if isinstance(entry, str) and entry in _ROWS:
             yield from rows(_ROWS[entry])
         elif isinstance(entry, str):
-            how = {"use": entry} if entry in SETTINGS else {"norm": entry}
+            how: dict[str, Any] = {"use": entry} if entry in SETTINGS else {"norm": entry}
             yield _row(entry.replace("'", ""), **how)
         elif "norms" in entry:
             for norm, row in itertools.product(entry["norms"], entry["rows"]):
