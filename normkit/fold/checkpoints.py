@@ -241,24 +241,20 @@ def doubtful_gains(model: nn.Module) -> list[str]:
         >>> doubtful_gains(nn.Sequential(norm))
         ['LayerNorm multiplies by its weight, which is near 0 in 1 of 1: 0.weight']
     """
-    doubtful: dict[str, list[str]] = defaultdict(list)
-    count: dict[str, int] = defaultdict(int)
-    adds: dict[str, bool] = {}
+    kinds: dict[str, list[tuple[str, int, bool]]] = defaultdict(list)  # name, what its class adds, is it doubtful
     for name, found in find(model).items():
         module = model.get_submodule(name)
         stored = getattr(module, "weight", None)
-        if found.running is not None or found.weight is None or not isinstance(stored, Tensor):
-            continue
-        kind, stored = type(module).__name__, stored.detach().float()
-        adds[kind] = bool((found.weight.detach().float() - stored).mean() > 0.5)
-        count[kind] += 1
-        if float((stored - float(adds[kind])).abs().mean()) < NEAR:
-            doubtful[kind].append(f"{name}.weight" if name else "weight")
+        if found.running is None and found.weight is not None and isinstance(stored, Tensor):
+            stored = stored.detach().float()
+            adds = int((found.weight.detach().float() - stored).mean() > 0.5)
+            near = float((stored - adds).abs().mean()) < NEAR
+            kinds[type(module).__name__].append((f"{name}.weight" if name else "weight", adds, near))
     return [
-        f"{kind} multiplies by {'1 + ' if adds[kind] else ''}its weight, which is near {int(adds[kind])} in "
-        f"{len(names)} of {count[kind]}: {listed(names, 4)}"
-        for kind, names in doubtful.items()
-        if 2 * len(names) > count[kind]
+        f"{kind} multiplies by {'1 + ' * norms[0][1]}its weight, which is near {norms[0][1]} in {len(names)} of "
+        f"{len(norms)}: {listed(names, 4)}"
+        for kind, norms in kinds.items()
+        if 2 * len(names := [name for name, _, near in norms if near]) > len(norms)
     ]
 
 

@@ -113,7 +113,8 @@ def precision_metric(masks: bool) -> Any:
     load_torchvision()  # torchmetrics imports it
     from torchmetrics.detection import MeanAveragePrecision
 
-    return MeanAveragePrecision(iou_type=("bbox", "segm") if masks else "bbox", backend="pycocotools")
+    kinds: Any = ("bbox", "segm") if masks else "bbox"
+    return MeanAveragePrecision(iou_type=kinds, backend="pycocotools", sync_on_compute=False)  # each process has all
 
 
 def average_precision(metric: Any) -> dict[str, float]:
