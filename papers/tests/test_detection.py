@@ -238,6 +238,14 @@ def test_perfect_answers_have_precision_100_and_none_has_0(tmp_path):
     assert found[2] == dict.fromkeys(found[0], 0.0)
 
 
+def test_recall_is_compared_in_float64_as_by_coco():
+    corners, ones = 100.0 * torch.arange(10)[:, None].expand(10, 2), torch.ones(10, dtype=torch.long)
+    truth = {"boxes": torch.cat([corners, corners + 50], 1), "labels": ones}
+    metric = precision_metric(masks=False)
+    metric.update([{**{name: tensor[:2] for name, tensor in truth.items()}, "scores": torch.ones(2)}], [truth])
+    assert average_precision(metric)["box_ap"] == pytest.approx(100 * 21 / 101), "2 of 10: recalls 0 to 0.2"
+
+
 # -- runs ----------------------------------------------------------------------------------------------------------
 
 

@@ -50,7 +50,6 @@ def test_the_demo_folds_one_norm_and_times_all(demo):
     assert (layer["fold"]["foldable"], un["fold"]["foldable"]) == ("0 of 12", "12 of 12")
     assert un["fold"]["max_error"] < 1e-12
     assert un["scores"]["folded"]["per"] == pytest.approx(un["scores"]["running"]["per"], abs=0.2)
-    assert un["fold"]["megabytes_folded"] < un["fold"]["megabytes_trained"]
     assert min(un["fold"]["seconds_folded"], layer["fold"]["seconds_trained"]) > 0
     assert load(demo / "un" / "folded").run.model.norm == "nonorm"
 

@@ -1,4 +1,4 @@
-"""Settings of several runs: common ones, different ones, and a label for each run."""
+"""Settings of several runs: those that differ, and a label for each run."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -28,16 +28,15 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def split(trees: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """Split settings into shared ones and the values of others; None if a tree lacks one.
+def differing(trees: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the settings that are not the same in all trees, with the value of each; None if a tree lacks one.
 
-    >>> split([{"seed": 0, "steps": 10}, {"seed": 1, "steps": 10}])
-    ({'steps': 10}, {'seed': [0, 1]})
+    >>> differing([{"seed": 0, "steps": 10}, {"seed": 1, "steps": 10}])
+    {'seed': [0, 1]}
     """
     levels = [flat(tree) for tree in trees]
     values = {name: [level.get(name) for level in levels] for level in levels for name in level}
-    common = {name: found[0] for name, found in values.items() if all(value == found[0] for value in found)}
-    return common, {name: found for name, found in values.items() if name not in common}
+    return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
 
 
 def job(result: Result) -> tuple[str, str]:
@@ -69,7 +68,7 @@ def labels(results: Results) -> dict[Any, str]:
     for folder, name in names.items():
         same.setdefault(name, []).append(folder)
     for name, folders in same.items():
-        _, different = split(results[folder]["run"] for folder in folders)
+        different = differing(results[folder]["run"] for folder in folders)
         for place, folder in enumerate(folders):
             more = [f"{key}={values[place]}" for key, values in different.items() if key not in NAMING]
             names[folder] = escape(", ".join([name, *more]))

@@ -55,8 +55,8 @@ def runs(norms: Sequence[str], out: Path, steps: int, seed: int = 0, bucketing: 
 def fold_and_time(folders: Sequence[Path], rounds: int = ROUNDS) -> None:
     """Fold the first run whose norms all fold, score it again, and time all models; add all to the results.
 
-    The result of each run gets `fold`: how many norms fold away; seconds to decode 64 words and megabytes of weights as
-    trained and, of the folded run, as folded.
+    The result of each run gets `fold`: how many norms fold away; seconds to decode 64 words as trained and, of the
+    folded run, as folded.
     """
     loaded = {folder: load(folder) for folder in folders}
     found = {folder: results.read(folder) for folder in folders}
@@ -72,11 +72,10 @@ def fold_and_time(folders: Sequence[Path], rounds: int = ROUNDS) -> None:
         found[chosen]["fold"] |= {"max_error": report.max_error, "native_error": report.native_error}
         found[chosen]["scores"]["folded"] = open_task(folded).score_test()
     seconds, obstacle = _time(models, rounds)
-    for place, model in models.items():
+    for place in models:
         fold = found[chosen if place not in found else place]["fold"]  # type: ignore[index]
         kind = "folded" if place not in found else "trained"
-        megabytes = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values()) / 1e6
-        fold |= {f"seconds_{kind}": seconds[place], f"megabytes_{kind}": megabytes, "obstacle": obstacle}
+        fold |= {f"seconds_{kind}": seconds[place], "obstacle": obstacle}
     for folder, result in found.items():
         results.write(folder, result)
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from normkit_papers.data.corpora import Corpus
 from normkit_papers.models.torchvision_ops import load_torchvision
 
@@ -114,7 +116,8 @@ def precision_metric(masks: bool) -> Any:
     from torchmetrics.detection import MeanAveragePrecision
 
     kinds: Any = ("bbox", "segm") if masks else "bbox"
-    return MeanAveragePrecision(iou_type=kinds, backend="pycocotools", sync_on_compute=False)  # each process has all
+    overlaps, recalls = np.linspace(0.5, 0.95, 10).tolist(), np.linspace(0, 1, 101).tolist()  # its own are in float32
+    return MeanAveragePrecision("xyxy", kinds, overlaps, recalls, backend="pycocotools", sync_on_compute=False)
 
 
 def average_precision(metric: Any) -> dict[str, float]:
