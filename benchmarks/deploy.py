@@ -6,11 +6,12 @@
     python benchmarks/deploy.py --models vit swin --runtimes eager compiled --device cuda
 
 All variants of a model take turns in 60 rounds, and a ratio is taken within a round; its median is reported with the
-20th and 80th percentile. LayerNorm and the others are compared in the same scheme. Schemes: float32; tool, that
-after `onnxruntime.transformers.optimizer`; dynamic, onnxruntime's dynamic quantization for each channel; products and
-stream, static quantization of products alone and of the residual stream too. `likeness` is the cosine of the outputs,
-averaged over tokens, to those of the original, LayerNorm in float32; of random weights, to those of the same norm in
-float32. It is the mean over 64 windows of 64 tokens of the text.
+20th and 80th percentile. LayerNorm and the others are compared in the same scheme. Schemes: float32; attention,
+which is float32 with `fuse_attention=True`; tool, which is that after `onnxruntime.transformers.optimizer`; dynamic,
+onnxruntime's dynamic quantization for each channel; int8-attention, which is that of the file with fused attention;
+products and stream, static quantization of products alone and of the residual stream too. `likeness` is the cosine of
+the outputs, averaged over tokens, to those of the original, LayerNorm in float32; of random weights, to those of the
+same norm in float32. It is the mean over 64 windows of 64 tokens of the text.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from rows import commit, keep, processor
 QUIET = {  # before Python starts: no spinning threads, no fresh pages for every tensor
     "OMP_WAIT_POLICY": "PASSIVE", "MALLOC_MMAP_THRESHOLD_": "2147483647", "MALLOC_TRIM_THRESHOLD_": "17179869184",
 }  # fmt: skip
-SCHEMES = ("float32", "tool", "dynamic", "products", "stream")
+SCHEMES = ("float32", "attention", "tool", "dynamic", "int8-attention", "products", "stream")
 FUSED = ("LayerNormalization", "SkipLayerNormalization", "Attention", "MultiHeadAttention", "Gelu", "BiasGelu")
 KEY = ("model", "runtime", "batch", "threads", "scheme", "norm")
 COLUMNS = (
@@ -157,16 +158,17 @@ def write(subject: Subject, norm: str, scheme: str, batch: int, folder: Path) ->
     path = folder / f"{norm}-{scheme}.onnx"
     if path.exists():
         return path
-    if scheme == "float32":
-        nk.export(subject.norms[norm], path, outputs=used, dynamic=False, tolerance=1e-3, **subject.inputs(batch))
+    if scheme in ("float32", "attention"):
+        options: dict[str, Any] = {"dynamic": False, "tolerance": 1e-3, "fuse_attention": scheme == "attention"}
+        nk.export(subject.norms[norm], path, outputs=used, **options, **subject.inputs(batch))
         return path
-    source = write(subject, norm, "float32", batch, folder)
+    source = write(subject, norm, "attention" if scheme in ("tool", "int8-attention") else "float32", batch, folder)
     if scheme == "tool":
         from onnxruntime.transformers import optimizer
 
         kind, heads, width = subject.kind
         optimizer.optimize_model(str(source), kind, heads, width, opt_level=0).save_model_to_file(str(path))
-    elif scheme == "dynamic":
+    elif scheme in ("dynamic", "int8-attention"):
         quantize(source, path, None)
     else:
         calls = [subject.inputs(batch) for _ in range(4)] if batch > 1 else subject.batches

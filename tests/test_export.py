@@ -50,6 +50,42 @@ def test_exported_graph_holds_online_norms_and_multiply_adds_of_offline_ones(tmp
     assert export(case.model, tmp_path / "m.pt2", outputs=case.outputs, **case.kwargs).normalizing
 
 
+@pytest.mark.parametrize(("name", "count"), [("bert", 2), ("timm_vit", 6)])
+def test_attention_becomes_one_operation_with_and_without_norms(name, count, tmp_path):
+    case, _, plain = folded(name)
+    given = {"outputs": case.outputs, "fuse_attention": True, **case.kwargs}
+    for model, int8 in ((case.model, None), (plain, None), (plain, "dynamic")):
+        done = export(model, tmp_path / "model.onnx", *case.args, int8=int8, **given)
+        assert done.operations["MultiHeadAttention"] == count
+        assert "Softmax" not in done.operations
+        assert (done.max_error < 1e-5) if int8 is None else done.cosine > 0.99
+
+
+def test_fused_attention_is_causal_and_masked_as_the_model_says(tmp_path):
+    class Attend(nn.Module):
+        def __init__(self, **options):
+            super().__init__()
+            self.options = options
+
+        def forward(self, x, mask=None):
+            q, k, v = x.unflatten(2, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+            if "enable_gqa" in self.options:
+                k, v = k[:, :1], v[:, :1]
+            return nn.functional.scaled_dot_product_attention(q, k, v, mask, **self.options)
+
+    x, mask = torch.randn(3, 5, 24), torch.rand(5, 5) < 0.7
+    mask |= torch.eye(5, dtype=torch.bool)
+    rows = torch.arange(5) < torch.tensor([5, 3, 1]).view(3, 1, 1, 1)
+    for options, given in [({"is_causal": True}, {}), ({"scale": 0.1}, {"mask": mask}), ({}, {"mask": rows}),
+                           ({}, {"mask": torch.randn(3, 2, 5, 5)})]:  # fmt: skip
+        done = export(Attend(**options).eval(), tmp_path / "m.onnx", x, fuse_attention=True, **given)
+        assert done.operations["MultiHeadAttention"] == 1
+        assert done.max_error < 1e-5
+    for model, name in ((Attend(), "m.pt2"), (nn.Linear(24, 2), "m.onnx"), (Attend(enable_gqa=True), "m.onnx")):
+        with pytest.raises(ValueError, match="fuse_attention"):
+            export(model.eval(), tmp_path / name, x, fuse_attention=True)
+
+
 def test_an_exported_file_takes_other_batch_sizes_and_lengths(tmp_path):
     import onnxruntime
 

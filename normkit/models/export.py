@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from normkit._util import as_path, is_number, require, require_flags, require_functions
+from normkit.models.attention import with_fused_attention
 from normkit.models.checks import (
     check_not_meta,
     check_not_training,
@@ -80,6 +81,7 @@ def export(
     tolerance: float = 1e-4,
     int8: Iterable[Any] | Literal["dynamic"] | None = None,
     stream: bool = False,
+    fuse_attention: bool = False,
     **kwexample: Any,
 ) -> Exported:
     """Write a model to a file, run the file, and compare its outputs with the model's.
@@ -100,6 +102,8 @@ def export(
             of the integers, on the example; compare them with those that your task allows.
         stream: With batches in `int8`: quantize additions and multiplications too, so that residual streams are
             integers.
+        fuse_attention: Write each `scaled_dot_product_attention` as one operation of onnxruntime, which other runtimes
+            lack. onnxruntime's own fusion does this only beside a LayerNorm.
         **kwexample: Keyword arguments of the call.
 
     Returns:
@@ -107,7 +111,7 @@ def export(
 
     Raises:
         ValueError: If the model is in training mode, the example or a batch does not fit, the suffix is unknown or has
-            no integers, or the outputs in float differ by more than `tolerance`.
+            no integers, the model has no attention to fuse, or the outputs in float differ by more than `tolerance`.
         ImportError: If a package is missing; the message names the extra to install.
 
     Examples:
@@ -121,7 +125,7 @@ def export(
     check_not_meta(model, "export")
     warn_untrained(model, "export")
     require_functions(outputs=outputs)
-    require_flags(dynamic=dynamic, stream=stream)
+    require_flags(dynamic=dynamic, stream=stream, fuse_attention=fuse_attention)
     require(is_number(tolerance) and tolerance >= 0, "tolerance", tolerance, "a number of at least 0")
     path = as_path(path, "path")
     if path.suffix not in (".onnx", ".pt2"):
@@ -129,8 +133,9 @@ def export(
     if not path.parent.is_dir() or path.is_dir():
         what = "is a folder; name a file" if path.is_dir() else "is in no folder; make it first, or name another"
         raise ValueError(f"export() writes a file, and {path} {what}")
-    if path.suffix == ".pt2" and int8 is not None:
-        raise ValueError(f"export(int8=) writes .onnx; got {path.name!r}")
+    if path.suffix == ".pt2" and (int8 is not None or fuse_attention):
+        option = "int8" if int8 is not None else "fuse_attention"
+        raise ValueError(f"export({option}=) writes .onnx; got {path.name!r}")
     static = int8 is not None and not isinstance(int8, str)
     if static:
         check_batches(int8, "int8=")
@@ -149,10 +154,10 @@ def export(
         new = Path(scratch) / "new" / path.name  # and what belongs to it; nothing is replaced before it is verified
         in_float = Path(scratch) / path.name if int8 is not None else new
         new.parent.mkdir()
-        operations, runtime, got, axes = _write(wrapped, in_float, shapes)
+        operations, runtime, got, axes = _write(wrapped, in_float, shapes, fuse_attention)
         if any(len(each) > 1 for each in axes.values()) and not _takes_other_sizes(wrapped, in_float, axes, tolerance):
             shapes = open_axes(wrapped.given, tokens=False)
-            operations, runtime, got, axes = _write(wrapped, in_float, shapes)
+            operations, runtime, got, axes = _write(wrapped, in_float, shapes, fuse_attention)
         worst = error(tuple(got), tuple(expected))
         if not worst <= tolerance:
             differ = f"outputs differ by {worst:.1e} in {runtime}; tolerance={tolerance:.1e} is allowed"
@@ -240,7 +245,7 @@ def _counted(names: Iterable[str]) -> dict[str, int]:
 
 
 def _write(
-    model: TensorModel, path: Path, shapes: Any
+    model: TensorModel, path: Path, shapes: Any, fused: bool
 ) -> tuple[dict[str, int], str, Sequence[Tensor], dict[str, tuple[int, ...]]]:
     """Write a file in float; return its operations, the runtime, its outputs on the example and the open axes."""
     if path.suffix == ".onnx":
@@ -255,6 +260,7 @@ def _write(
         if (found := tuple(axis for axis, size in enumerate(t.shape) if not isinstance(size, int)))
     }
     if path.suffix == ".onnx":
+        program = with_fused_attention(program) if fused else program
         with torch.no_grad():
             written = torch.onnx.export(
                 program, (), input_names=model.names, dynamic_shapes=shapes, dynamo=True, verbose=False
