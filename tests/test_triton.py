@@ -20,6 +20,7 @@ from normkit.kernels import dispatch
 
 HERE = pathlib.Path(__file__).parent
 PATHS = os.pathsep.join([str(HERE.parent), str(HERE.parent / "papers")])  # the benchmark trains models of the papers
+FILES = "tests/triton_interpreted.py", "tests/triton_launched.py"
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
@@ -53,14 +54,14 @@ def child(arguments, **variables):
 @needs_triton
 @needs_interpreter
 def test_kernels_match_the_reference_under_the_interpreter():
-    out = child(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/triton_interpreted.py"], TRITON_INTERPRET="1")
+    out = child(["-m", "pytest", "-q", "-p", "no:cacheprovider", *FILES], TRITON_INTERPRET="1")
     assert " passed" in out
     assert "skipped" not in out
 
 
 @needs_triton
 def test_kernels_compile_for_gpus_that_are_not_here(tmp_path):
-    out = child([str(HERE / "triton_compile.py"), "80", "90"], TRITON_CACHE_DIR=str(tmp_path))
+    out = child([str(HERE / "triton_compile.py"), "80", "90", "100"], TRITON_CACHE_DIR=str(tmp_path))
     made = json.loads(out)
     alone = {row["kernel"] for row in made if row["dtype"] != "of a plan"}
     assert alone == {
@@ -68,7 +69,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(tmp_path):
     }  # fmt: skip
     planned = {(row["kernel"], row["sm"]) for row in made if row["dtype"] == "of a plan"}
     names = "column_forward", "window_excess", "train_rule", "measure_drift", "column_backward", "grad_rule"
-    assert planned == {(name, sm) for name in names for sm in (80, 90)}
+    assert planned == {(name, sm) for name in names for sm in (80, 90, 100)}
     for row in made:
         assert row["atomics"] == 0, row
         assert row["local"] == 0, row
@@ -88,8 +89,18 @@ def test_the_script_for_gpus_runs_dry(tmp_path):
 @needs_triton
 @pytest.mark.gpu
 def test_kernels_match_the_reference_on_the_device():
-    out = child(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/triton_interpreted.py"])
+    out = child(["-m", "pytest", "-q", "-p", "no:cacheprovider", *FILES])
     assert " passed" in out
+
+
+def test_an_impossible_choice_of_kernels_raises():
+    with pytest.raises(ValueError, match="cuda"), normkit.kernels("cuda"):
+        pass
+    with normkit.kernels("reference") as ran:
+        assert dispatch.select(torch.ones(2, 4), "layer") == "reference"
+        with normkit.kernels("auto"):
+            assert dispatch.select(torch.ones(2, 4), "layer", cpu=()) == "reference"
+    assert dict(ran) == {"reference layer": 2}
 
 
 @pytest.mark.skipif(dispatch.is_interpreted(), reason="the interpreter is on")

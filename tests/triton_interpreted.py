@@ -6,8 +6,11 @@ more without the interpreter, at real sizes.
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 import triton_driver
-from norm_cases import PER_TOKEN, WITH_KERNEL_RULE, WITHOUT_KERNEL_RULE, equal_steps, two_forwards_a_step
+from norm_cases import PER_TOKEN, WITH_KERNEL_RULE, WITHOUT_KERNEL_RULE, several_steps
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import normkit
 from normkit.kernels import dispatch, ops, reference
@@ -20,22 +23,13 @@ REAL = not dispatch.is_interpreted()
 DEVICE = "cuda" if REAL else "cpu"
 if not REAL:
     triton_driver.install()
-NODE = "torch::autograd::CppNode<(anonymous namespace)::Step>"
 SHAPES = [(4099, 512), (777, 4096), (257, 8100)] if REAL else [(7, 37), (64, 384), (1, 96), (33, 64)]
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
-
-
-def scale_in_groups(x, weight, bias):
-    y = ops.scale(x.unflatten(-1, (3, -1)), weight, None, 1e-3).flatten(-2)
-    return y if bias is None else y + bias
-
-
 NORMS = {  # name -> (kernel kind, groups, the reference)
     "layer": ("layer", 1, lambda x, w, b: ops.layer(x, w, b, 1e-3)),
     "rms": ("rms", 1, lambda x, w, b: ops.rms(x, w, b, 1e-3)),
     "rms outside": ("rms_plus_eps", 1, lambda x, w, b: ops.rms(x, w, b, 1e-3, inside=False)),
     "scale": ("scale", 1, lambda x, w, b: ops.scale(x, w, b, 1e-3)),
-    "scale in groups": ("scale", 3, scale_in_groups),
     "group": ("layer", 2, lambda x, w, b: ops.group(x, w, b, 1e-3, 2)),
 }
 
@@ -72,7 +66,7 @@ def test_row_norms_and_their_gradients(name, affine, dtype):
     for shape in SHAPES[:2] if affine == "weight and bias" else SHAPES[:1]:
         channels_ = shape[1] - shape[1] % groups
         x = strided(draw(shape[0], channels_, dtype=dtype)).requires_grad_()
-        w = None if affine == "none" else draw(1 if kind == "scale" else channels_).requires_grad_()
+        w = None if affine == "none" else draw(1 if name == "scale" else channels_).requires_grad_()
         b = draw(channels_).requires_grad_() if affine == "weight and bias" else None
         dy = draw(*x.shape, dtype=dtype)
         inputs = [t for t in (x, w, b) if t is not None]
@@ -95,6 +89,19 @@ def test_rows_too_long_for_registers_are_left_to_others(monkeypatch):
     with normkit.kernels("triton") as ran:
         ops.group(x, None, None, 1e-3, 2)
     assert dict(ran) == {"triton group": 1}
+
+
+def test_one_weight_for_several_groups():
+    x, dy = draw(5, 24).requires_grad_(), draw(5, 24)
+    w = draw(1).requires_grad_()
+    y = reference.RowNorm.apply(x, w, None, "scale", 1e-3, 3, kernels)
+    xd, wd = (t.detach().double().requires_grad_() for t in (x, w))
+    expected = ops.scale(xd.unflatten(-1, (3, 8)), wd, None, 1e-3).flatten(-2)
+    close(y, expected)
+    for g, e in zip(
+        torch.autograd.grad(y, (x, w), dy), torch.autograd.grad(expected, (xd, wd), dy.double()), strict=True
+    ):
+        close(g, e)
 
 
 def test_rows_of_zeros_and_large_means():
@@ -195,6 +202,9 @@ def test_kernels_triton_runs_triton_or_raises():
         assert (dispatch.select(x, "layer") == "triton") == REAL
 
 
+RUNNING = ["power(groups=0, warmup=1)", "power(groups=2, warmup=1)"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("spec", ["batch", "un", "power(groups=2)", "pnv(affine=False)"])
 def test_inference_is_one_operation_in_triton(spec, dtype):
@@ -213,6 +223,14 @@ def test_inference_is_one_operation_in_triton(spec, dtype):
     assert all(name.startswith("triton") for name in ran)
 
 
+def test_inference_in_forward_mode_keeps_its_derivative():
+    norm, x, along = normkit.make("un", 16).to(DEVICE).eval(), draw(3, 16), draw(3, 16)
+    with torch.no_grad(), normkit.kernels("triton"), fwAD.dual_level():
+        norm.running.fill_(3.0)
+        tangent = fwAD.unpack_dual(norm(fwAD.make_dual(x, along))).tangent
+    torch.testing.assert_close(tangent, along / (3.0 + norm.eps) ** 0.5)
+
+
 @pytest.mark.parametrize("spec", ["layer", "batch"])
 def test_a_compiled_graph_takes_the_reference(spec):
     norm, x = normkit.make(spec, 16).to(DEVICE), draw(6, 16)
@@ -223,28 +241,58 @@ def test_a_compiled_graph_takes_the_reference(spec):
         torch.testing.assert_close(y, normkit.make(spec, 16).to(DEVICE)(x))
 
 
-def test_power_after_warmup_takes_one_pass():
-    norm, passes = normkit.make("power(groups=0, warmup=1)", 24).to(DEVICE), []
-    for turn in range(4):
-        if turn == 2:  # the warm-up begins again
-            norm.load_state_dict({**norm.state_dict(), "step": torch.tensor(0)})
-        with normkit.kernels("triton") as ran:
-            norm(draw(12, 24).requires_grad_()).backward(draw(12, 24))
-        if REAL:
-            torch.cuda.synchronize()  # so that the counter has arrived by the next step
-        passes.append(dict(ran))
-    whole, one = {"triton train_step": 1}, {"triton train_step on one reading": 1}
-    assert passes == [whole, one, whole, one] or REAL
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("spec", RUNNING)
+def test_power_after_warmup_takes_one_pass(spec, masked):
+    mask = torch.tensor([[True] * 4, [True, True, False, False], [True] * 3 + [False]]).to(DEVICE) if masked else None
+    found = []
+    for choice in ("reference", "triton"):
+        torch.manual_seed(0)
+        norm = normkit.make(spec, 24).to(DEVICE)
+        for parameter in norm.parameters():
+            torch.nn.init.normal_(parameter)
+        seen, passes = [], []
+        for turn in range(5):
+            x, dy = draw(3, 4, 24).requires_grad_(), draw(3, 4, 24)
+            if turn == 2:  # an unusable batch does not count as a step
+                x = (x * float("nan")).detach().requires_grad_()
+            if turn == 3:  # the warm-up begins again
+                norm.load_state_dict({**norm.state_dict(), "step": torch.tensor(0)})
+            with normkit.kernels(choice) as ran:
+                norm.zero_grad()
+                y = norm(x, mask)
+                y.backward(dy)
+            if REAL:
+                torch.cuda.synchronize()  # so that the counter has arrived by the next step
+            passes.append((ran["triton train_step on one reading"], ran["triton train_step"]))
+            seen += [y.detach(), x.grad, *(p.grad.clone() for p in norm.parameters())]
+            seen += [b.clone().float() for b in norm.buffers()]
+        found.append(seen)
+    assert passes == [(0, 1), (1, 0), (1, 0), (0, 1), (1, 0)] or REAL
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize(
     ("spec", "masked"), [(s, i % 2 == 0) for i, s in enumerate(WITH_KERNEL_RULE + WITHOUT_KERNEL_RULE + PER_TOKEN)]
 )
 def test_six_steps_equal_the_reference(spec, masked):
-    norm = normkit.make(spec, 40)
-    if spec not in PER_TOKEN:
-        assert (find_kernel_rule(norm, norm.state()) is not None) == (spec not in WITHOUT_KERNEL_RULE)
-    equal_steps(spec, masked, "triton", draw)
+    equal_steps(spec, masked)
+
+
+def equal_steps(spec, masked, prepare=lambda norm: None):
+    found, width = [], 40  # two programs, one of which has channels to spare
+    for choice in ("reference", "triton"):
+        torch.manual_seed(0)
+        norm = normkit.make(spec, width).to(DEVICE)
+        if spec not in PER_TOKEN:
+            assert (find_kernel_rule(norm, norm.state()) is not None) == (spec not in WITHOUT_KERNEL_RULE)
+        for parameter in norm.parameters():
+            torch.nn.init.normal_(parameter)
+        prepare(norm)
+        found.append(several_steps(norm, draw, masked, choice))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("spec", ["un", "un(outlier_filtration=True)", "power(groups=0)"])
@@ -266,10 +314,10 @@ def test_automatic_warmup_ends_at_the_same_step(spec):
 @pytest.mark.parametrize("spec", ["un", "un(outlier_filtration=True)", "un(window=1)", "power(groups=0)"])
 def test_the_device_ends_a_warmup_whose_end_the_host_has_not_seen(spec, monkeypatch):
     monkeypatch.setattr(AsyncCounter, "at_least", lambda *_: False)  # as on a GPU that is behind, and in a CUDA graph
-    equal_steps(spec, False, "triton", draw, lambda norm: norm.warmup_end.fill_(3))
+    equal_steps(spec, False, lambda norm: norm.warmup_end.fill_(3))
 
 
-@pytest.mark.parametrize("name", ["layer", "rms", "rms outside", "scale", "group"])
+@pytest.mark.parametrize("name", NORMS)
 def test_row_norms_can_be_differentiated_twice(name):
     found = []
     for choice in ("reference", "triton"):
@@ -281,6 +329,23 @@ def test_row_norms_can_be_differentiated_twice(name):
         assert all(kind.startswith(choice) for kind in ran)
     for expected, got in zip(*found, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*is deprecated")
+def test_traced_operations_are_those_of_torch():
+    norm, x = normkit.make("scale", 8).to(DEVICE), draw(3, 8)
+    with normkit.kernels("auto") as ran:
+        traced = torch.jit.trace(norm, x, check_trace=False)
+    assert not any("triton" in kind for kind in ran)
+    torch.testing.assert_close(traced(x), norm(x))
+    with normkit.kernels("triton"), pytest.raises(RuntimeError, match="triton"):
+        make_fx(norm)(x)
+
+
+def test_a_lazy_sign_is_read():
+    x = draw(3, 8)
+    with normkit.kernels("triton"):
+        close(ops.layer(torch._neg_view(x), None, None, 1e-3), ops.layer(-x, None, None, 1e-3).double())
 
 
 @pytest.mark.parametrize("spec", ["rms(bias=True)", "batch"])
@@ -306,12 +371,26 @@ def test_subclass_with_own_rule_has_no_kernel_rule():
         assert (find_kernel_rule(norm, norm.state()) is not None) == has  # one process has none to wait for
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_several_forwards_in_one_graph_keep_separate_statistics(recomputed):
-    spec, found = "power(groups=0, warmup=1)", []
-    for how in (("triton", recomputed), ("reference", False)):
-        found.append(two_forwards_a_step(spec, *how, draw))
-    torch.testing.assert_close(*found, atol=2e-5, rtol=2e-5)
+def test_several_forwards_in_one_graph_keep_separate_statistics():
+    x, dy = (draw(2, 5, 24) for _ in range(2))
+    found = []
+    for choice, recomputed in (("reference", False), ("triton", False), ("triton", True)):
+        torch.manual_seed(0)
+        norm = normkit.make("power(groups=0, warmup=1)", 24).to(DEVICE)
+        seen = []
+        for _ in range(3):
+            one, two = (t.clone().requires_grad_() for t in x)
+            with normkit.kernels(choice):
+                if recomputed:
+                    y = checkpoint(norm, one, use_reentrant=False) + 2 * checkpoint(norm, two, use_reentrant=False)
+                else:
+                    y = norm(one) + 2 * norm(two)
+                y.backward(dy[0])
+            seen += [y.detach(), one.grad, two.grad, *(b.clone() for b in norm.buffers())]
+        found.append(seen)
+    for a, b, c in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(b, c, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("spec", ["rms", "un(warmup=1)", "power(groups=2)"])
@@ -328,69 +407,3 @@ def test_strides_are_those_of_the_input(spec):
     assert [y.stride(), *gradients] == [inner.stride()] * 2
     with torch.no_grad(), normkit.kernels("triton"):
         assert norm.eval()(inner).stride() == inner.stride()
-
-
-# -- training steps that C++ launches: types, layouts and failures ---------------------------------------------------
-
-
-def equal_to_the_reference(run, tolerance=1e-5):
-    """Compare what `run` returns where C++ launches with the reference."""
-    found = []
-    for choice in ("reference", "triton"):
-        torch.manual_seed(0)
-        with normkit.kernels(choice):
-            found.append(run())
-    for a, b in zip(*found, strict=True):
-        assert a.dtype is b.dtype
-        assert (a.double() - b.double()).norm() <= tolerance * (a.double().norm() + 1)
-
-
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_halves_with_parameters_of_either_type(dtype, kind):
-    def run():
-        norm, seen = normkit.make("un(window=2, warmup=1)", 48).to(DEVICE), []
-        norm.weight.data, norm.bias.data = norm.weight.data.to(kind), norm.bias.data.to(kind)
-        for _ in range(3):
-            x = draw(70, 48, dtype=dtype).requires_grad_()
-            y = norm(x)
-            y.backward(draw(70, 48, dtype=dtype))
-            seen += [y.detach(), x.grad, norm.weight.grad.clone(), norm.bias.grad.clone(), *norm.buffers()]
-        assert (y.grad_fn.name() == NODE) == (dispatch.current_choice() == "triton")
-        return seen
-
-    equal_to_the_reference(run, 6e-3)
-
-
-def test_rows_and_gradients_that_are_not_aligned_or_not_contiguous():
-    def run():
-        norm, seen = normkit.make("batch", 16).to(DEVICE), []
-        layouts = (
-            lambda: draw(4 * 16 + 1)[1:].view(4, 16), lambda: draw(16, 4).t(), lambda: draw(4, 20)[:, 3:19],
-        )  # fmt: skip
-        for x in layouts:
-            for dy in (*layouts, lambda: draw(1).expand(4, 16)):
-                leaf = x().requires_grad_()
-                y = norm(leaf)
-                y.backward(dy())
-                seen += [y.detach(), leaf.grad]
-        return seen
-
-    equal_to_the_reference(run)
-
-
-def test_a_norm_on_another_device_raises():
-    norm = normkit.make("batch", 8).to("meta")
-    with normkit.kernels("triton"), pytest.raises(RuntimeError, match="weight"):
-        norm(draw(4, 8))
-
-
-@pytest.mark.skipif(REAL, reason="a device whose driver fails cannot go on")
-def test_a_failing_launch_raises(monkeypatch, capfd):
-    norm = normkit.make("batch", 8)
-    with normkit.kernels("triton"):
-        norm(draw(4, 8))
-        monkeypatch.setattr(triton_driver, "kernels", {})
-        with pytest.raises(RuntimeError, match="cuLaunchKernel"):
-            norm(draw(4, 8))
-    assert "KeyError" in capfd.readouterr().err
