@@ -86,7 +86,7 @@ def quantities() -> str:
 
 def measured() -> str:
     """The files of benchmarks/results as tables; long ones closed, the one on compatibility summed up by norm."""
-    lines = ["# Measurements", "", "Each table is a file of `benchmarks/results`; device, commit and command in it."]
+    lines = ["# Measurements", "", "Each table is a file of `benchmarks/results`, which has its device and commit."]
     lines += ["Ratios are medians of paired rounds on one device, relative to LayerNorm."]
     for path in sorted((ROOT / "benchmarks" / "results").rglob("*.csv")):
         with path.open(encoding="utf8", newline="") as file:
