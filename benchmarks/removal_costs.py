@@ -25,6 +25,7 @@ def main(out: str, *given: str) -> None:
         axes.bar(range(len(rows)), costs, color=[COLORS[row["gone"]] for row in rows])
         axes.axhline(budget, color=GREY, linestyle="--", linewidth=1)
         axes.set_yscale("log")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.tick_params(colors=GREY)
         axes.set_ylabel(rows[0]["unit"], color=GREY)
         axes.set_xlabel("norms by depth; green: gone, red: stays; broken line: the budget for all", color=GREY)
