@@ -10,8 +10,11 @@ from pathlib import Path
 import matplotlib as mpl
 
 ROOT = Path(__file__).parents[1]
-SCHEMES = {"float32": "float32", "tool": "float32, transformers optimizer", "dynamic": "8-bit integers, dynamic"}
-NORMS = {"layer": ("LayerNorm", "#9aa4b2"), "folded": ("norms folded away", "#3f51b5")}
+SCHEMES = {  # with what stands in the norms' place: post-norm models are folded whole in float alone
+    "float32": ("float32", "folded"), "attention": ("float32, attention fused", "folded"),
+    "dynamic": ("8-bit integers, multiply-adds", "un"),
+}  # fmt: skip
+NORMS = {True: ("LayerNorm", "#9aa4b2"), False: ("without norms", "#3f51b5")}
 GREY = "#777777"  # readable on light and dark pages
 mpl.use("svg")
 mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "normkit", "font.family": "sans-serif", "font.size": 10}
@@ -33,10 +36,10 @@ def draw(model: str, out: Path) -> None:
     whole = float(rows["float32", "layer"]["ms"])
     figure, axes = plt.subplots(figsize=(7, 2.6))
     labels, y = [], 0.0
-    for scheme, label in SCHEMES.items():
+    for scheme, (label, without) in SCHEMES.items():
         labels.append((y + 0.5, label))
-        for norm, (_, color) in NORMS.items():
-            row = rows[scheme, norm]
+        for with_norms, (_, color) in NORMS.items():
+            row = rows[scheme, "layer" if with_norms else without]
             time = float(row["ms"]) / whole
             axes.barh(y, time, color=color, height=0.9)
             axes.text(time + 0.01, y, f"time {time:.2f}, cosine {float(row['likeness']):.3f}", va="center", color=GREY)
