@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 SMALL = 1 << 16  # elements up to which a tensor is held: norms, biases
-BLOCK = 1 << 18  # elements that are read at once where an operation can use a weight in parts: 2 MB in float64
+BLOCK = 1 << 20  # elements that are read at once where an operation can use a weight in parts: 8 MB in float64
 AHEAD = 8  # blocks that a job may be ahead of the slowest
 SAME = {aten.alias, aten.detach, aten.lift_fresh, aten.clone}
 DEFERRED = SAME | {
