@@ -46,14 +46,30 @@ class Row(NamedTuple):
         return found[0] if isinstance(found, tuple) else found
 
 
-def blocks_of(model: nn.Module) -> list[str]:
-    """Return the names of the blocks with norms, in their order.
+@torch.no_grad()
+def blocks_of(model: nn.Module, batch: Any, forward: Forward | None = None) -> list[str]:
+    """Return the names of the blocks with norms, in their order; none unless each reads what the one before returns.
 
-    >>> blocks_of(nn.ModuleDict({"layers": nn.Sequential(nn.LayerNorm(2), nn.LayerNorm(2)), "norm": nn.LayerNorm(2)}))
-    ['layers.0', 'layers.1']
+    >>> blocks_of(nn.Sequential(nn.LayerNorm(2), nn.LayerNorm(2)), torch.ones(1, 2))
+    ['0', '1']
+    >>> blocks_of(nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2), nn.LayerNorm(2)), torch.ones(1, 2))
+    []
     """
     blocks = dict.fromkeys(block_of(place_of(model, name)) for name in find(model))
-    return [name for name in blocks if name.rpartition(".")[2].isdigit()]
+    names = [name for name in blocks if name.rpartition(".")[2].isdigit()]
+    read: list[Any] = []
+    returned: list[Any] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
+        read.append(args[0] if args else kwargs.get("hidden_states"))
+        returned.append(y[0] if isinstance(y, tuple) else y)
+
+    with contextlib.ExitStack() as hooks:
+        for name in names:
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(note, with_kwargs=True))
+        call(model, batch, forward)
+    follow = all(isinstance(x, Tensor) and torch.equal(x, y) for x, y in zip(read[1:], returned, strict=False))
+    return names if follow and len(read) == len(names) and all(isinstance(x, Tensor) for x in read) else []
 
 
 def train_blocks(
@@ -88,7 +104,7 @@ def train_blocks(
     Raises:
         ValueError: If a loss is not finite.
     """
-    names, done = blocks_of(original), 0
+    names, done = blocks_of(original, batches[0], forward), 0
     if checkpoint is not None and checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(saved["model"])
@@ -98,7 +114,7 @@ def train_blocks(
     mine = [_first_input(model, names[0], batch, forward) for batch in batches]
     for number, name in enumerate(names):
         block, teacher = model.get_submodule(name), original.get_submodule(name)
-        weights = _read_weights(original, names, number).to(theirs[0])
+        weights = _read_weights(original, names, number, theirs[0].shape[-1]).to(theirs[0])
         rows = []
         for (_, calls), x, y in zip(entries, theirs, mine, strict=True):
             row = Row(x, y, *calls[number], x)
@@ -121,10 +137,10 @@ def train_blocks(
                 new.replace(checkpoint)
         with torch.no_grad():
             mine, theirs = [row.through(block, row.mine) for row in rows], [row.wanted for row in rows]
-    behind = {name: norm for name, norm in model.named_modules() if isinstance(norm, StatNorm)}
-    behind = {name: norm for name, norm in behind.items() if block_of(name) not in names}
+    norms = ((name, norm) for name, norm in model.named_modules() if isinstance(norm, StatNorm))
+    outside = {name: norm for name, norm in norms if block_of(name) not in names}
     with torch.no_grad():
-        fit_like(model, behind, original, batches[:FITTED], forward, None)
+        fit_like(model, outside, original, batches[:FITTED], forward, None)
 
 
 def _fit(block: nn.Module, teacher: nn.Module, rows: Sequence[Row]) -> None:
@@ -179,11 +195,9 @@ def _first_input(model: nn.Module, name: str, batch: Any, forward: Forward | Non
     return found[0]
 
 
-def _read_weights(model: nn.Module, names: Sequence[str], number: int) -> Tensor:
-    """Return the mean weight `[channels]` with which the norms behind a block read squares of the stream."""
-    norms = find(model)
-    behind = [norm for name, norm in norms.items() if block_of(name) not in names[: number + 1]]
-    dim = max(norm.dim for norm in norms.values())
+def _read_weights(model: nn.Module, names: Sequence[str], number: int, dim: int) -> Tensor:
+    """Return the mean weight `[dim]` with which the norms behind a block read squares of the stream."""
+    behind = [norm for name, norm in find(model).items() if block_of(name) not in names[: number + 1]]
     gains = [norm.weight.detach() for norm in behind if norm.weight is not None and norm.weight.numel() == dim]
     squares = [gain.float().square() / gain.float().square().mean() for gain in gains]
     return torch.stack(squares).mean(0) if squares else torch.ones(dim)

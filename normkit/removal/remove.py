@@ -151,7 +151,8 @@ def remove_norms(
             "batches" with `loss`, else "frozen".
         fold: Called as `fold(model)` in place of `normkit.fold` on the first batch.
         seed: Seed of dropout.
-        checkpoint: File that training writes every 50 steps. If it exists, training continues; give equal arguments.
+        checkpoint: File that training writes every 50 steps, or after each block, then one with `.whole` behind its
+            name. If it exists, training continues; give equal arguments.
         on_progress: Called as `on_progress(stage, done, of, seconds left)`.
 
     Raises:
@@ -220,13 +221,13 @@ def remove_norms(
         inplace=True,
     )  # fmt: skip
     scores["fitted"] = scored(converted)
-    if clamp and loss is None and frozen and blocks_of(teacher):
+    if clamp and loss is None and frozen and blocks_of(teacher, first[0], forward):
         train_blocks(
             converted, teacher, list(islice(data, min(steps, IN_MEMORY))), steps=steps, lr=lr or BLOCK_LR, seed=seed,
             forward=forward, checkpoint=checkpoint,
             on_step=lambda step, of: progress("training blocks, step", step, of),
         )  # fmt: skip
-        checkpoint = checkpoint and checkpoint.with_name("whole.pt")  # of the training that follows
+        checkpoint = checkpoint and checkpoint.with_name(f"{checkpoint.name}.whole")  # of the training that follows
     sites = [name for name, module in converted.named_modules() if isinstance(module, StatNorm)]
     with _tables_kept(converted) if loss is None else contextlib.nullcontext():
         train(
