@@ -2,6 +2,7 @@
 
 import resource
 import signal
+import sys
 from contextlib import contextmanager
 from typing import Any
 
@@ -152,6 +153,8 @@ def two_forwards_a_step(spec, choice, recomputed, draw):
 def full_disk(size=3000):
     """A limit on the size of files within the block, as a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # a module that is first imported in the block must not leave a bytecode file cut short for all later processes
+    no_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -159,3 +162,4 @@ def full_disk(size=3000):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
+        sys.dont_write_bytecode = no_bytecode
