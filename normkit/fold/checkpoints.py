@@ -30,7 +30,7 @@ from normkit.fold.survey import Survey
 from normkit.models.convert import find
 from normkit.models.huggingface import LOADING, open_model, read_config, transformers_class, weight_files
 from normkit.models.invoke import Call
-from normkit.models.lazy import Lazy, blocks, is_large, only_moving
+from normkit.models.lazy import Lazy, blocks, in_float64, is_large, only_moving
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TYPES = {
@@ -343,7 +343,7 @@ def _write_shard(file: Path, shard: dict[str, Stored], changes: dict[str, Edit],
         written = disk.submit(opened.write, struct.pack("<Q", len(text)) + text)
         for name, stored in shard.items():
             for rows, old in blocks(stored.lazy()):
-                new = _rounded(changes[name](old.double(), rows), old, name) if name in changes else old
+                new = _rounded(changes[name](in_float64(old), rows), old, name) if name in changes else old
                 written.result()  # of the block before, written while this one was computed
                 written = disk.submit(opened.write, new.contiguous().view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
         written.result()
