@@ -13,7 +13,7 @@ from normkit.norms import PowerNorm, StatNorm
 from normkit.norms._warmup import WarmupNorm
 from normkit.norms.un import UN
 from normkit.watch.quantities import QUARTILES, Quantity
-from normkit.watch.row_files import Waiting
+from normkit.watch.rows import Waiting
 from normkit.watch.sites import Site
 
 Fields = dict[str, Tensor]
