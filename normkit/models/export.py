@@ -247,7 +247,7 @@ def _counted(names: Iterable[str]) -> dict[str, int]:
 def _write(
     model: TensorModel, path: Path, shapes: Any, fused: bool
 ) -> tuple[dict[str, int], str, Sequence[Tensor], dict[str, tuple[int, ...]]]:
-    """Write a file in float; return its operations, the runtime, its outputs on the example and the open axes."""
+    """Write a file in float; return operations, runtime, outputs on the example, open axes."""
     if path.suffix == ".onnx":
         with needs("export() to ONNX", "export"):
             import onnxruntime  # noqa: F401

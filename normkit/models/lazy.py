@@ -212,7 +212,7 @@ def _shared() -> _Reads | None:
 
 
 def side_by_side(jobs: Sequence[Callable[[], T]]) -> list[Future[T]]:
-    """Run jobs in a thread each; blocks of lazy weights that they use in the same order are read once for all.
+    """Run jobs in a thread each; blocks of lazy weights are read once for all of them.
 
     Examples:
         >>> [job.result() for job in side_by_side([lambda: 1, lambda: 2])]
