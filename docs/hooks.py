@@ -32,7 +32,12 @@ GROUPS = {  # heading of the reference: package of the names below it
 
 def on_page_content(content: str, **_: object) -> str:
     """Replace every formula that `pymdownx.arithmatex` marked, so that pages need no script to show it."""
-    return FORMULA.sub(lambda m: convert(html.unescape(m[3]), display="inline" if m[2] == "(" else "block"), content)
+    return FORMULA.sub(_mathml, content)
+
+
+def _mathml(formula: re.Match[str]) -> str:
+    shown = convert(html.unescape(formula[3]), display="inline" if formula[2] == "(" else "block")
+    return shown if formula[2] == "(" else f'<div class="formula">{shown}</div>'
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
@@ -137,9 +142,9 @@ def results() -> str:
                 continue
             tables += ["", f"## {name}, {scale}", "", STUDIES[name].title, "", *table(*_split(grid(made)))]
             tables += ["", *(f"- {line}" for line in remarks(made))]
-            verdicts.append([f"{name}, {scale}", STUDIES[name].claim, ran(made), judge(made)[0]])
+            verdicts.append([f"{name}, {scale}", judge(made)[0], STUDIES[name].claim, ran(made)])
     missing = [name for name in OF_PAPERS if not any(row[0].startswith(f"{name},") for row in verdicts)]
-    lines += table(("study", "claim of the paper", "what ran", "verdict"), verdicts)
+    lines += table(("study", "verdict", "claim of the paper", "what ran"), verdicts)
     return "\n".join([*lines, "", f"Not run: {', '.join(missing)}.", *tables])
 
 
