@@ -10,7 +10,7 @@ from typing import Any
 
 from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
-from normkit_papers.report.verdicts import judge, ran
+from normkit_papers.report.verdicts import ABOUT, judge, ran
 from normkit_papers.studies.catalogue import OF_PAPERS, STUDIES
 from normkit_papers.studies.rows import known
 from normkit_papers.studies.table import build, grid, remarks
@@ -145,10 +145,8 @@ def results() -> str:
         "Each table and figure of the three papers: its claim, what was run here, and a verdict.",
         "",
     ]
-    lines += [
-        "The verdict follows by a rule that was written before the runs, from 95 % intervals. `papers study NAME`"
-    ]
-    lines += ["runs or continues a table; [Reproduce the papers](guides/papers.md) explains the scales.", ""]
+    lines += [ABOUT, "`papers study NAME` runs or continues a table; [Reproduce the papers](guides/papers.md) explains"]
+    lines += ["the scales.", ""]
     verdicts, tables = [], []
     for name in OF_PAPERS:
         for scale in ("gpu", "pocket"):
