@@ -339,18 +339,21 @@ def _write_shard(file: Path, shard: dict[str, Stored], changes: dict[str, Edit],
         header[name] = {"dtype": stored.type, "shape": stored.shape, "data_offsets": (at, at := at + stored.nbytes)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    wide = torch.empty(0, dtype=torch.float64)  # one memory for all blocks: new memory costs more than the numbers
     with file.open("wb") as opened, ThreadPoolExecutor(1) as disk:
         written = disk.submit(opened.write, struct.pack("<Q", len(text)) + text)
         for name, stored in shard.items():
             for rows, old in blocks(stored.lazy()):
-                new = _rounded(changes[name](in_float64(old), rows), old, name) if name in changes else old
+                new = old
+                if name in changes:
+                    new = _rounded(changes[name](in_float64(old, out=wide), rows, out=wide), old, name)
                 written.result()  # of the block before, written while this one was computed
                 written = disk.submit(opened.write, new.contiguous().view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
         written.result()
 
 
 def _rounded(values: Tensor, old: Tensor, name: str) -> Tensor:
-    new = values.to(old.dtype)
+    new = values.to(old.dtype, copy=True)
     if not bool(new.sum().isfinite()) and bool((~new.isfinite() & old.isfinite()).any()):
         raise RuntimeError(f"{name}: a changed weight exceeds what {old.dtype} holds; save the model in float32 first")
     return new

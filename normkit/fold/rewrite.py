@@ -52,13 +52,14 @@ class Edit(NamedTuple):
         read, written, summand = self
         return bool((read != 1).any() | (written != 1).any() | (summand != 0).any())
 
-    def __call__(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
-        """The new numbers of some rows, from their numbers."""
+    def __call__(self, values: Tensor, rows: slice = slice(None), out: Tensor | None = None) -> Tensor:
+        """The new numbers of some rows, from their numbers; `out` may be the tensor of these."""
         read, written, summand = (t[rows] if t.dim() and len(t) > 1 else t for t in self)
         factors = [factor for factor in (read, written) if bool((factor != 1).any())]
         summands = [summand] if bool((summand != 0).any()) else []
         if factors or summands:
-            values = values * factors.pop() if factors else values + summands.pop()  # new numbers, changed in place
+            how, first = (torch.mul, factors.pop()) if factors else (torch.add, summands.pop())
+            values = how(values, first, out=out)  # changed in place below
         for factor in factors:
             values.mul_(factor)
         return values.add_(summands.pop()) if summands else values

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 
 import made_results
@@ -145,8 +146,12 @@ def test_lines_are_solid_only_if_all_norms_fold_away(norm, norm_at, folds):
 
 
 def test_a_page_of_rows_needs_no_run(tmp_path):
-    folder = write(tmp_path / "a", result("batch"), ["gap_batch", "length"])
+    folder = write(tmp_path / "a", result("batch"), ["gap_batch", "length", "gradient_norm"])
     made = "".join(page.make([folder / "rows.csv"], "rows").parts)
+    captions = dict(re.findall(r'<option title="([^"]*)">([^<]*)<', made))
+    captions = {name: text for text, name in captions.items()}
+    assert "norm" in captions["length"].rpartition("; ")[2]
+    assert "model" in captions["gradient_norm"].rpartition("; ")[2], "its line is not of a norm"
     assert made.index(">gap_batch</option>") < made.index(">length</option>"), "what matters comes first"
     assert made.count("<h2>") == 2, "statistics and findings, no empty section"
 

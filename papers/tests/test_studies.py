@@ -308,6 +308,21 @@ def test_the_interval_of_a_difference_decides_a_verdict(un_without_mean, without
     assert judged("un.table9", {})[0] == "not run"
 
 
+@pytest.mark.parametrize(("ours", "verdict"), [(12.0, DISAGREES), (11.7, UNDECIDED)])
+def test_models_that_have_learned_too_little_allow_no_verdict(ours, verdict):
+    """The paper's best score is 35.4; a rule on measured numbers, not on scores, is judged at any size."""
+    labels = ("1: GM, AM, alpha", "2: AM, alpha", "4: GM, AM", "5: GM")
+    assert judged("un.table9", {(label, "IWSLT14"): [ours] * 3 for label in labels})[0] == verdict
+    speeds = {("LN", "ImageNet TPUT"): [6.0] * 2, ("UN", "ImageNet TPUT"): [5.0] * 2}
+    made = [
+        {"row": row, "column": column, "status": "done", "speed": str(speed)}
+        for (row, column), values in speeds.items() for speed in values
+    ]  # fmt: skip
+    found = table.build(STUDIES["un.table8"], "pocket", made)
+    rule = found.study.rules[0]._replace(columns=("ImageNet TPUT",))
+    assert verdicts._apply(rule, found)[0] == DISAGREES
+
+
 @pytest.mark.parametrize("missing", [("UN, folds", "IWSLT14"), ("NoNorm", "IWSLT14")])
 def test_a_study_whose_rows_have_not_all_run_is_incomplete(missing):
     scores = {

@@ -122,10 +122,10 @@ def add_recordings(page: Page, runs: Sequence[Recorded]) -> None:
         return
     page.heading("Statistics of the norms")
     figure, names = charts.recorded_statistics(runs)
-    line = "By step; a line is the median over the norms of a run." if len(runs) > 1 else "By step; a line is a norm."
     about = {name: QUANTITIES[name].definition if name in QUANTITIES else name for name in names}
     if names:
-        page.choice(figure, {name: f"{text[0].upper()}{text[1:]}. {line}" for name, text in about.items()})
+        texts = {name: f"{text[0].upper()}{text[1:]}. By step; {_line(runs, name)}." for name, text in about.items()}
+        page.choice(figure, texts)
     page.heading("Findings")
     unchecked: dict[str, None] = {}
     for run in runs:
@@ -135,6 +135,14 @@ def add_recordings(page: Page, runs: Sequence[Recorded]) -> None:
         page.lines(faults or [f"{run.label}: no fault in {len(checked(run.recording))} checks"])
     if unchecked:
         page.lines(f"not checked: {message}" for message in unchecked)
+
+
+def _line(runs: Sequence[Recorded], name: str) -> str:
+    """Explain what a line of the chart of a quantity is."""
+    of_norms = any(run.recording.sites[site] for run in runs for site in run.recording.of(name))
+    if len(runs) > 1:
+        return "a line is the median over the norms of a run" if of_norms else "a line is a run"
+    return "a line is a norm" if of_norms else "the line is of the whole model"
 
 
 def add_study(page: Page, made: table.Table, folders: Sequence[Path] = ()) -> None:

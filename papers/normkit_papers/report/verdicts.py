@@ -6,6 +6,7 @@ The interval is over seeds (Welch's t) or, with one run, of the sampling error o
 """
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
 AGREES, DISAGREES, UNDECIDED, INCOMPLETE = "agrees", "disagrees", "cannot tell at this size", "incomplete"
 ORDER = (DISAGREES, INCOMPLETE, UNDECIDED, AGREES)  # the first one that a rule or a column has counts
 BROKEN_DOWN = 0.6  # of the best row's score: a row below has failed, as one that diverged
+LEARNED = 3  # the paper's best score is at most this many times ours, or a perplexity of ours that of the paper's
+ABOUT = (
+    "A verdict follows by rules that were written before the runs, from 95 % intervals. One rule was added after the "
+    "first runs, and holds for all tables: if our best score in a column is below a third of the best that the paper "
+    "prints, or a perplexity above three times it, the models have learned too little to compare them, and the verdict "
+    f"on this column is '{UNDECIDED}'."
+)
 
 
 def judge(table: Table) -> tuple[str, list[str]]:
@@ -54,17 +62,30 @@ def _apply(rule: Rule, table: Table) -> tuple[str, str]:
     ran = [place for place in places if all(_cell(row, table, place)[0].runs for row in rows)]
     if not ran or (rule.columns and len(ran) < len(places)):
         return INCOMPLETE, "not run"
-    found = [difference_ for place in ran if (difference_ := _difference(rule, table, place)) is not None]
+    learned = [place for place in ran if rule.raw or not _learned_too_little(table, place)]
+    found = [difference_ for place in learned if (difference_ := _difference(rule, table, place)) is not None]
     if not found:
-        return UNDECIDED, "no score"
+        return UNDECIDED, "no score" if learned else "learned too little"
     if rule.mean:
         n = len(found)
         found = [(sum(less for less, _ in found) / n, math.sqrt(sum(half**2 for _, half in found)) / n)]
     verdicts = {
         AGREES if less - half >= rule.by else DISAGREES if less + half < rule.by else UNDECIDED for less, half in found
     }
+    verdicts |= {UNDECIDED} if learned != ran else set()
     detail = ", ".join(f"{less:+.3g} ± {half:.2g}" if half == half else f"{less:+.3g}" for less, half in found)
     return min(verdicts, key=ORDER.index), detail
+
+
+def _learned_too_little(table: Table, place: int) -> bool:
+    """Return True if our best score in a column is far from the best that the paper prints there."""
+    better = STUDY_METRICS[table.study.columns[place].metric].better
+    cells = [line[place] for line in table.cells]
+    printed = [float(figure[0]) for cell in cells if (figure := re.match(r"[\d.]+", cell.printed or ""))]
+    ours = [interval(cell.values)[0] for cell in cells if cell.values]
+    if not (better and printed and ours):
+        return False
+    return LEARNED * max(ours) < max(printed) if better > 0 else min(ours) > LEARNED * min(printed)
 
 
 def _difference(rule: Rule, table: Table, place: int) -> tuple[float, float] | None:
@@ -129,6 +150,7 @@ def add(page: "Page", tables: Iterable[Table]) -> None:
             details += [f"{table.study.id}: {line}" for line in found]
     if len(lines) > 1:
         page.heading("Verdicts")
+        page.text(ABOUT)
         page.table(lines)
         page.parts.append("<details><summary>rules and differences (± half a 95 % interval)</summary>")
         page.lines(details)
