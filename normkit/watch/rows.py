@@ -223,12 +223,7 @@ def truncate_file(path: Path, size: int | None) -> None:
 
 
 def to_csv(rows: Iterable[Row], header: bool = True) -> str:
-    """Format rows as CSV, values with six digits.
-
-    >>> print(to_csv([Row(1, "encoder.norm", "un", "rms", 0.5)]), end="")
-    step,site,norm,quantity,value
-    1,encoder.norm,un,rms,0.5
-    """
+    """Format rows as CSV, values with six digits."""
     out = io.StringIO(newline="")
     writer = csv.writer(out, lineterminator="\n")
     if header:
