@@ -218,13 +218,10 @@ CASES = [  # name of the argument in the error, call
     ("folder", lambda: watch.read_run(3)),
     ("to", lambda: watch.Rows(to=3)),
     ("to", lambda: watch.Recorder(layers(), to=4)),
-    ("keep", lambda: watch.Recorder(layers(), keep=None)),
     ("alpha", lambda: watch.Recorder(layers(), alpha="x")),
     ("quantities", lambda: watch.Recorder(layers(), quantities=[])),
-    ("quantities", lambda: watch.Recorder(layers(), quantities=3)),
     ("rows", lambda: watch.Recording(None)),
     ("rows", lambda: nk.diagnose(3)),
-    ("loss", lambda: watch.Recorder(layers(), loss=3)),
 ]
 
 
