@@ -10,8 +10,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import cdiv
-from triton import next_power_of_2 as power_of_2
 
 PROGRAMS = 264  # two for each of the 132 multiprocessors of a large card: enough to keep memory busy
 
@@ -55,6 +53,16 @@ def sum_launch(programs: int, channels: int) -> dict[str, int]:
 def sum_grid(channels: int) -> tuple[int]:
     """Programs of that kernel: at most 32 channels each."""
     return (cdiv(channels, min(power_of_2(channels), 32)),)
+
+
+def cdiv(a: int, b: int) -> int:
+    """Integer division `a / b`, rounded up; Triton's own has the type of a constant in a kernel."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """Smallest power of two that is at least `n`."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 # -- functions of kernels ----------------------------------------------------------------------------------------------
