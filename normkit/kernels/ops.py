@@ -80,7 +80,8 @@ def train_step(x: Tensor, mask: Tensor | None, rule: Rule, state: State) -> Tens
         rule: The method; a `StatNorm`.
         state: Its buffers.
     """
-    _check_training(state)
+    compiles = torch.compiler.is_compiling()
+    _check_training(state, compiles)
     x = x.contiguous()  # kept for the backward pass, too
     wide = torch.promote_types(x.dtype, state.running.dtype)
     kind = dispatch.select(x, "train_step", wide, counted=False)
@@ -98,7 +99,7 @@ def train_step(x: Tensor, mask: Tensor | None, rule: Rule, state: State) -> Tens
             found = state.records.find(data, lambda mask: module.moments(data, mask, rule.center, wide)[0])
         mask = mask if found is None else found.mask
     known = kernel_rule is not None and found is None and rule.known_in_advance(state)
-    if not torch.compiler.is_compiling():
+    if not compiles:
         dispatch.count(kind, "train_step on one reading" if known else "train_step")
     if kernel_rule:
         plan = dispatch.load_triton().plan if kind == "triton" else None
@@ -109,12 +110,11 @@ def train_step(x: Tensor, mask: Tensor | None, rule: Rule, state: State) -> Tens
     return y
 
 
-def _check_training(state: State) -> None:
+def _check_training(state: State, compiles: bool) -> None:
     # the flag itself: before PyTorch 2.12, is_exporting() is True in a graph of torch.compile, too
     if torch.jit.is_tracing() or torch.compiler._is_exporting_flag:  # type: ignore[attr-defined]
         raise RuntimeError("exported and traced graphs lose a norm's training gradient; call model.eval() first")
-    eager = not torch.compiler.is_compiling()
-    if eager and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
+    if not compiles and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
         raise RuntimeError(
             "norms with batch statistics do not train under torch.func or in forward mode; call model.eval() first"
         )

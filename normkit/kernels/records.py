@@ -73,7 +73,7 @@ class Records:
 
     def add(self, statistics: StepStatistics, y: Tensor) -> None:
         """Keep the statistics of a forward as long as the graph of its output `y`."""
-        if torch.compiler.is_compiling() or is_recomputed():
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:  # or it is recomputed
             return
         self._last = statistics
         if y.grad_fn is None:  # frozen, or the first forward of reentrant checkpointing
