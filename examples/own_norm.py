@@ -44,7 +44,7 @@ student = nn.Sequential(nn.Linear(32, 128), nn.LayerNorm(128), nn.GELU(), nn.Lay
 for spec in ("layer", "l1(power=0.5)", "halfway"):
     model = nk.convert(student, spec)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    for _ in range(300):
+    for _ in range(150):
         x = torch.randn(64, 32)
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x), teacher(x).detach())

@@ -7,7 +7,6 @@ from torch import nn
 
 from normkit.fold import audit, fold
 from normkit.models import convert
-from normkit.norms import make
 
 
 @pytest.mark.parametrize("name", ["llama", "torchvision_swin"])
@@ -29,17 +28,6 @@ def test_the_table_names_readers_and_reasons():
     text = str(audit(convert(case.model, "un"), *case.args, **case.kwargs))
     for words in ("layers.0.self_attn.in_proj_weight", "model output", "4 of 5", "mask"):
         assert words in text
-
-
-def test_outputs_that_the_user_reads_are_compared():
-    class Two(nn.Sequential):
-        def forward(self, x):
-            y = self[0](torch.tanh(x))
-            return {"logits": self[1](y), "hidden": y}
-
-    model = randomize(Two(make("un", 4), nn.Linear(4, 2))).eval()
-    assert "hidden" in audit(model, torch.randn(3, 4)).rows[0].why
-    assert audit(model, torch.randn(3, 4), outputs=lambda out: out["logits"]).foldable == "1 of 1"
 
 
 # -- norms that others cancel ------------------------------------------------------------------------------------------

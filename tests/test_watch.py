@@ -1,5 +1,6 @@
 """Recorded values are right, and recording does not change the training."""
 
+import copy
 import math
 
 import pytest
@@ -104,12 +105,16 @@ def test_a_normkit_norm_is_compared_with_its_own_statistics(norm):
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(6), nn.GroupNorm(2, 6)])
-def test_channels_that_do_not_come_last(norm):
-    xs = [batch(seed, 5, 6, 3, 4) for seed in range(2)]
-    rows = train(nn.Sequential(norm).double(), xs)
+@pytest.mark.parametrize("spec", ["", "batch", "un", "layer"])
+def test_channels_that_do_not_come_last(norm, spec):
+    """Also if width and channels are equal, so that the shape does not show the axes."""
+    xs = [batch(seed, 5, 6, 3, 6) for seed in range(2)]
+    model = nn.Sequential(copy.deepcopy(norm))
+    model = (normkit.convert(model, spec) if spec else model).double()
+    rows = train(model, xs)
     flat = [x.movedim(1, -1).reshape(-1, 6) for x in xs]
     assert only(rows, "tokens") == [len(x) for x in flat]
-    own = isinstance(norm, nn.BatchNorm2d)  # a mean of its own, still 0 in the first step
+    own = spec == "batch" or (not spec and isinstance(norm, nn.BatchNorm2d))  # a mean of its own, 0 in the first step
     expected = flat[0].mean(0) if own else flat[1].mean(0) - flat[0].mean(0)
     assert only(rows, "distance_mean")[0] == pytest.approx(float(expected.norm() / 6))
 
@@ -120,20 +125,6 @@ def test_norms_of_weights_are_not_recorded():
     assert [site.name for site in sites(model)] == ["1"]
     assert not unreadable(model)
     assert type(normkit.convert(model, "rms")[1]) is normkit.RMSNorm, "without a warning"
-
-
-@pytest.mark.parametrize("spec", ["batch", "un", "layer"])
-def test_converted_image_norms_are_recorded_channels_last(spec):
-    """Also if width and channels are equal, so that the shape does not show the axes."""
-    norm = normkit.convert(nn.Sequential(nn.BatchNorm2d(6)), spec).double()
-    xs = [batch(seed, 5, 6, 4, 6) for seed in range(3)]
-    rows = train(norm, xs)
-    moved = built(lambda m, x: m.norm(x.movedim(1, -1)).movedim(-1, 1), norm=normkit.make(spec, 6)).double()
-    expected = train(moved, xs)
-    compared = {row.quantity for row in rows}
-    assert {"distance_quadratic", "g_psi2", "tokens"} <= compared
-    for quantity in compared:
-        assert only(rows, quantity) == pytest.approx(only(expected, quantity), nan_ok=True), quantity
 
 
 def test_gradient_statistics_are_what_the_backward_pass_has():
@@ -270,9 +261,9 @@ def test_a_recomputed_forward_is_recorded_once(norm):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own, torch 2.11
 @pytest.mark.parametrize("how", ["whole", "inside", "itself"])
 def test_a_compiled_model_gives_the_same_rows(how):
-    xs = [batch(seed, 8, 6) for seed in range(5)]
-    eager = train(chain(nn.LayerNorm(6), normkit.make("pnv", 6)), xs, every=2)
-    model = chain(nn.LayerNorm(6), normkit.make("pnv", 6))
+    xs = [batch(seed, 8, 6) for seed in range(3)]
+    eager = train(chain(normkit.make("pnv", 6)), xs, every=2)
+    model = chain(normkit.make("pnv", 6))
     torch._dynamo.reset()
     if how == "itself":
         model.compile(backend="aot_eager", fullgraph=True)

@@ -14,8 +14,9 @@ from torchvision_stub import load_torchvision
 import normkit
 from normkit import watch
 from normkit.kernels import sync
-from normkit.watch import Appender, Recorder, Row, diagnose, read, record, row_files
+from normkit.watch import Appender, Recorder, Row, diagnose, read, record
 from normkit.watch.quantities import p_normal
+from normkit.watch.rows import truncate_file
 
 HEADER = "step,site,norm,quantity,value\n"
 ROWS = [Row(1, "a.norm", "un(window=2, warmup=3)", "rms", 0.5), Row(26, "", "", "gradient_norm", 2.0)]
@@ -39,8 +40,8 @@ def test_rows_that_a_power_cut_lost_leave_a_file_that_can_be_read(lost, tmp_path
     watch.write(path, ROWS)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) - lost])
-    row_files.truncate_file(path, len(whole))
-    row_files.Appender(path)(ROWS[1:])
+    truncate_file(path, len(whole))
+    Appender(path)(ROWS[1:])
     assert watch.read(path) == [*ROWS[: 1 if lost else 2], ROWS[1]]
 
 
@@ -69,7 +70,7 @@ def test_the_test_of_normality_is_scipys(n):
     x[:, 20:] = x[:, 20:].exp()
     torch.testing.assert_close(p_normal(x), torch.from_numpy(stats.normaltest(x.numpy()).pvalue))
     assert torch.isnan(p_normal(torch.ones(20)))
-    with pytest.raises(ValueError, match="at least 8 values"):
+    with pytest.raises(ValueError, match="8"):
         p_normal(x[:7])
 
 
@@ -126,11 +127,11 @@ def test_a_failed_write_leaves_whole_lines_and_rows_of_another_run_stay(tmp_path
     append = Appender(path)
     append([Row(1, "norm", "un", "rms", 0.5)])
     whole = path.read_bytes()
-    monkeypatch.setattr("normkit.watch.row_files.to_csv", lambda rows, header: "9,cut\ud800")  # cannot be encoded
+    monkeypatch.setattr("normkit.watch.rows.to_csv", lambda rows, header: "9,cut\ud800")  # cannot be encoded
     with pytest.raises(UnicodeEncodeError):
         append([Row(2, "norm", "un", "rms", 0.5)])
     assert path.read_bytes() == whole
-    with pytest.raises(ValueError, match="earlier run"), record(nn.LayerNorm(4), to=path):
+    with pytest.raises(ValueError, match=r"rows\.csv"), record(nn.LayerNorm(4), to=path):
         pass
 
 
@@ -203,10 +204,12 @@ def test_a_first_batch_that_is_not_finite_or_all_padding_is_forgotten():
     assert masked[-4:] == pytest.approx(clean[-4:], rel=0.5)
 
 
-def test_a_copy_of_the_model_is_not_recorded():
+def test_a_copy_of_the_model_is_not_recorded(tmp_path):
     model = nn.Sequential(nn.Embedding(9, 6, padding_idx=0), nn.Linear(6, 6), normkit.make("un", 6))
     with record(model, every=1) as rows:
-        for forward in (model, copied := copy.deepcopy(model), model, torch.compile(copied, backend="eager")):
+        torch.save(model, tmp_path / "model.pt")
+        loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+        for forward in (model, copied := copy.deepcopy(model), loaded, model, torch.compile(copied, backend="eager")):
             forward(torch.tensor([[3, 4], [5, 0]])).sum().backward()
     assert {row.step for row in rows} == {1, 2}
 
@@ -251,15 +254,6 @@ def test_a_compiled_model_may_change_the_output_of_a_norm_in_place():
             each(x).square().mean().backward()
         seen.append([row.value for row in rows])
     assert seen[0] == pytest.approx(seen[1], rel=1e-5)
-
-
-def test_a_model_can_be_saved_while_it_is_recorded(tmp_path):
-    model = nn.Sequential(nn.Linear(4, 4), normkit.make("un", 4))
-    with record(model, every=1) as rows:
-        torch.save(model, tmp_path / "model.pt")
-        again = torch.load(tmp_path / "model.pt", weights_only=False)
-        again(torch.randn(3, 4)).sum().backward()
-    assert not list(rows)
 
 
 def test_without_running_statistics_nothing_fails_at_evaluation():

@@ -26,11 +26,11 @@ if not REAL:
 SHAPES = [(4099, 512), (777, 4096), (257, 8100)] if REAL else [(7, 37), (64, 384), (1, 96), (33, 64)]
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 NORMS = {  # name -> (kernel kind, groups, the reference)
-    "layer": ("layer", 1, lambda x, w, b: ops.layer(x, w, b, 1e-3)),
-    "rms": ("rms", 1, lambda x, w, b: ops.rms(x, w, b, 1e-3)),
-    "rms outside": ("rms_plus_eps", 1, lambda x, w, b: ops.rms(x, w, b, 1e-3, inside=False)),
-    "scale": ("scale", 1, lambda x, w, b: ops.scale(x, w, b, 1e-3)),
-    "group": ("layer", 2, lambda x, w, b: ops.group(x, w, b, 1e-3, 2)),
+    "layer": ("layer", 1, lambda x, w, b: ops.row_norm(x, w, b, "layer", 1e-3)),
+    "rms": ("rms", 1, lambda x, w, b: ops.row_norm(x, w, b, "rms", 1e-3)),
+    "rms outside": ("rms_plus_eps", 1, lambda x, w, b: ops.row_norm(x, w, b, "rms_plus_eps", 1e-3)),
+    "scale": ("scale", 1, lambda x, w, b: ops.row_norm(x, w, b, "scale", 1e-3)),
+    "group": ("layer", 2, lambda x, w, b: ops.row_norm(x, w, b, "layer", 1e-3, 2)),
 }
 
 
@@ -85,9 +85,9 @@ def test_rows_too_long_for_registers_are_left_to_others(monkeypatch):
     monkeypatch.setattr(dispatch, "LONGEST", 16)
     x = draw(3, 24)
     with normkit.kernels("triton"), pytest.raises(RuntimeError, match="16 channels"):
-        ops.scale(x, None, None, 1e-3)
+        ops.row_norm(x, None, None, "scale", 1e-3)
     with normkit.kernels("triton") as ran:
-        ops.group(x, None, None, 1e-3, 2)
+        ops.row_norm(x, None, None, "layer", 1e-3, 2)
     assert dict(ran) == {"triton group": 1}
 
 
@@ -96,7 +96,7 @@ def test_one_weight_for_several_groups():
     w = draw(1).requires_grad_()
     y = reference.RowNorm.apply(x, w, None, "scale", 1e-3, 3, kernels)
     xd, wd = (t.detach().double().requires_grad_() for t in (x, w))
-    expected = ops.scale(xd.unflatten(-1, (3, 8)), wd, None, 1e-3).flatten(-2)
+    expected = ops.row_norm(xd.unflatten(-1, (3, 8)), wd, None, "scale", 1e-3).flatten(-2)
     close(y, expected)
     for g, e in zip(
         torch.autograd.grad(y, (x, w), dy), torch.autograd.grad(expected, (xd, wd), dy.double()), strict=True
@@ -112,7 +112,7 @@ def test_rows_of_zeros_and_large_means():
         assert torch.equal(y, torch.zeros_like(y))
         assert dx.isfinite().all()
     x = draw(5, 37) + 1000.0
-    expected = ops.layer(x.double(), None, None, 1e-5)
+    expected = ops.row_norm(x.double(), None, None, "layer", 1e-5)
     close(layer(x, None, None, 1e-5), expected, tolerance=1e-4)  # a mean of 1000 is known to 6e-5 in float32
     assert layer(x[:0], None, None, 1e-5).shape == (0, 37)
 
@@ -345,7 +345,10 @@ def test_traced_operations_are_those_of_torch():
 def test_a_lazy_sign_is_read():
     x = draw(3, 8)
     with normkit.kernels("triton"):
-        close(ops.layer(torch._neg_view(x), None, None, 1e-3), ops.layer(-x, None, None, 1e-3).double())
+        close(
+            ops.row_norm(torch._neg_view(x), None, None, "layer", 1e-3),
+            ops.row_norm(-x, None, None, "layer", 1e-3).double(),
+        )
 
 
 @pytest.mark.parametrize("spec", ["rms(bias=True)", "batch"])

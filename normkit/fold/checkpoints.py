@@ -172,7 +172,7 @@ def read_header(file: Path) -> tuple[list[Stored], dict[str, str]]:
 
 
 def fold_checkpoint(checkpoint: Checkpoint, example: dict[str, Any], out: Path, untie: bool = False) -> Report:
-    """Fold the gains of a checkpoint into the next layers, and write it as a checkpoint of the same architecture.
+    """Fold the gains of a checkpoint into the next layers, and write it in the same architecture.
 
     Args:
         checkpoint: The original.
@@ -317,7 +317,7 @@ def _write(checkpoint: Checkpoint, out: Path, changes: dict[str, Edit], added: d
 
 
 def copy_small_files(path: Path, out: Path) -> None:
-    """Copy what a folder has beside config and weights: tokenizer, chat template, parts of sentence-transformers.
+    """Copy tokenizer, chat template and other small files beside config and weights.
 
     Of the folders inside, those that `modules.json` names are copied, with their weights.
     """
@@ -339,18 +339,21 @@ def _write_shard(file: Path, shard: dict[str, Stored], changes: dict[str, Edit],
         header[name] = {"dtype": stored.type, "shape": stored.shape, "data_offsets": (at, at := at + stored.nbytes)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    wide = torch.empty(0, dtype=torch.float64)  # one memory for all blocks: new memory costs more than the numbers
     with file.open("wb") as opened, ThreadPoolExecutor(1) as disk:
         written = disk.submit(opened.write, struct.pack("<Q", len(text)) + text)
         for name, stored in shard.items():
             for rows, old in blocks(stored.lazy()):
-                new = _rounded(changes[name](in_float64(old), rows), old, name) if name in changes else old
+                new = old
+                if name in changes:
+                    new = _rounded(changes[name](in_float64(old, out=wide), rows, out=wide), old, name)
                 written.result()  # of the block before, written while this one was computed
                 written = disk.submit(opened.write, new.contiguous().view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
         written.result()
 
 
 def _rounded(values: Tensor, old: Tensor, name: str) -> Tensor:
-    new = values.to(old.dtype)
+    new = values.to(old.dtype, copy=True)
     if not bool(new.sum().isfinite()) and bool((~new.isfinite() & old.isfinite()).any()):
         raise RuntimeError(f"{name}: a changed weight exceeds what {old.dtype} holds; save the model in float32 first")
     return new

@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 class Edit(NamedTuple):
-    """A change of a parameter, `w * read * written + summand`; each has its dimensions, or broadcasts to it."""
+    """A change of a parameter, `w * read * written + summand`, which broadcast to it."""
 
     read: Tensor
     written: Tensor
@@ -52,13 +52,14 @@ class Edit(NamedTuple):
         read, written, summand = self
         return bool((read != 1).any() | (written != 1).any() | (summand != 0).any())
 
-    def __call__(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
-        """The new numbers of some rows, from their numbers."""
+    def __call__(self, values: Tensor, rows: slice = slice(None), out: Tensor | None = None) -> Tensor:
+        """The new numbers of some rows, from their numbers; `out` may be the tensor of these."""
         read, written, summand = (t[rows] if t.dim() and len(t) > 1 else t for t in self)
         factors = [factor for factor in (read, written) if bool((factor != 1).any())]
         summands = [summand] if bool((summand != 0).any()) else []
         if factors or summands:
-            values = values * factors.pop() if factors else values + summands.pop()  # new numbers, changed in place
+            how, first = (torch.mul, factors.pop()) if factors else (torch.add, summands.pop())
+            values = how(values, first, out=out)  # changed in place below
         for factor in factors:
             values.mul_(factor)
         return values.add_(summands.pop()) if summands else values
@@ -174,7 +175,7 @@ def _of_longer_inputs(table: Source, shape: torch.Size, *changes: Tensor) -> lis
 
 
 def _edit(shape: torch.Size, parts: list[Part]) -> Edit:
-    """The change of a parameter, from those of its parts; uses that share elements ask for the same change of them."""
+    """The change of a parameter, from those of its parts; shared elements change alike."""
     whole = [part for part in parts if prod(part.view.size) == prod(shape)][:1]
     if whole and (axes := _axes(whole[0].view, shape, whole[0].view.offset)) is not None:
         return Edit(*(_placed(t, axes) for t in whole[0][1:]))
