@@ -389,8 +389,9 @@ def test_a_study_goes_on_to_the_same_weights_after_a_worker_was_killed(tmp_path,
     status = runner.run_studies([study], "pocket", tmp_path, again, "", processes=2, console=QUIET)
     assert set(status.values()) == {"done"}
     for folder, run in plan.todo.items():
-        train(run, tmp_path / "alone")
-        assert (tmp_path / "alone/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+        alone = tmp_path / "alone" / folder.parent.name
+        train(run, alone)
+        assert (alone / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
 def test_similarity_is_measured_once_against_the_first_row(tmp_path, monkeypatch):
