@@ -24,11 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rows import commit, keep, processor
+from rows import QUIET, commit, keep, processor
 
-QUIET = {  # before Python starts: no spinning threads, no fresh pages for every tensor
-    "OMP_WAIT_POLICY": "PASSIVE", "MALLOC_MMAP_THRESHOLD_": "2147483647", "MALLOC_TRIM_THRESHOLD_": "17179869184",
-}  # fmt: skip
 SCHEMES = ("float32", "attention", "tool", "dynamic", "int8-attention", "products", "stream")
 FUSED = ("LayerNormalization", "SkipLayerNormalization", "Attention", "MultiHeadAttention", "Gelu", "BiasGelu")
 KEY = ("model", "runtime", "batch", "threads", "scheme", "norm")
@@ -128,15 +125,6 @@ def picture(name: str, heads: int, width: int) -> Any:
     return model, lambda batch: {"x": torch.randn(batch, 3, 224, 224)}, ("vit", heads, width)
 
 
-def gpt2() -> Any:
-    """GPT-2 small with random weights, one token with an empty cache."""
-    import torch
-    import transformers
-
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False)).eval()
-    return model, lambda batch: {"input_ids": torch.randint(5, 50000, (batch, 1))}, ("gpt2", 12, 768)
-
-
 SMALL = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 MODELS: dict[str, Callable[[Path | None], Any]] = {
@@ -145,7 +133,6 @@ MODELS: dict[str, Callable[[Path | None], Any]] = {
     "bert": lambda _: bert(None, 128),
     "vit": lambda _: picture("vit_small_patch16_224", 6, 384),
     "swin": lambda _: picture("swin_tiny_patch4_window7_224", 0, 0),
-    "gpt2": lambda _: gpt2(),
     "tiny": lambda _: bert(None, 8, **TINY),
 }
 

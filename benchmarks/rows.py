@@ -9,6 +9,10 @@ from typing import Any
 
 from normkit._util import write_whole
 
+QUIET = {  # variables of a process that is timed: no spinning threads, no fresh pages for every tensor
+    "OMP_WAIT_POLICY": "PASSIVE", "MALLOC_MMAP_THRESHOLD_": "2147483647", "MALLOC_TRIM_THRESHOLD_": "17179869184",
+}  # fmt: skip
+
 
 def keep(path: Path, columns: Iterable[str], key: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> None:
     """Put rows into a CSV file, in the place of those with the same values in the columns `key`; sort by these."""

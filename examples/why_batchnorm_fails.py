@@ -22,7 +22,7 @@ for bucketing in (False, True):
     torch.manual_seed(0)
     model = Seq2Seq(Model(width=64, hidden=128, depth=2, heads=4, norm="pnv"), source_vocab=40, target_vocab=50)
     with nk.record(model.encoder, every=1, quantities="distance_quadratic") as rows, torch.no_grad():
-        for batch in batches_of(lengths, tokens=2000, bucketing=bucketing)[:60]:
+        for batch in batches_of(lengths, tokens=2000, bucketing=bucketing)[:40]:
             model.encode(pad([words[i] for i in batch]))
     late = [row for row in rows if row.step > 20]  # after the running average's start
     print("batches of one length" if bucketing else "batches of any length")

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from third_party_models import case_of, pixels
+from third_party_models import case_of
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
@@ -14,8 +14,7 @@ from normkit.norms import NORMS, StatNorm
 SPECS = ["layer", "dyt", "un", "power"]
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize(("name", "spec"), [("gpt2", "dyt"), ("gpt2", "un"), ("llama", "layer"), ("llama", "power")])
 def test_trainer_decays_the_same_parameters_as_before_conversion(name, spec):
     trainer = pytest.importorskip("transformers").Trainer
     case = case_of(name)
@@ -71,8 +70,9 @@ def test_lightning_freezes_statistics_and_lets_them_go(spec):
     step(model)
     tool.freeze(model, train_bn=False)
     before = buffers(model)
-    assert step(model).isfinite().all()
-    assert moved(model, before) == []
+    for each in (model, copy.deepcopy(model)):
+        assert step(each).isfinite().all()
+        assert moved(each, before) == []
     assert not any(p.requires_grad for p in model.parameters())
     tool.make_trainable(model)
     step(model)
@@ -95,20 +95,6 @@ def test_a_frozen_batch_norm_computes_what_pytorchs_does():
     torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
     theirs.eval(), ours.eval()
     torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["hf_resnet", "timm_convnext"])
-def test_a_frozen_norm_stays_frozen_in_copies(name):
-    model = nk.convert(case_of(name).model, "un(warmup=1)")
-    x = pixels(2, 3, 64, 64)
-    for norm in model.modules():
-        if isinstance(norm, nk.Norm):
-            norm.track_running_stats = False
-    twin = copy.deepcopy(model).train()
-    before = buffers(twin)
-    out = twin(x)
-    (out if isinstance(out, torch.Tensor) else out.logits).sum().backward()
-    assert moved(twin, before) == []
 
 
 def test_lightning_averages_weights_of_a_converted_model():

@@ -174,7 +174,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "torch_encoder_pre": lambda: _encoder(True),
 }  # fmt: skip
 # without those that have nothing which another lacks
-FAMILIES = [name for name in CASES if name not in ("roberta", "marian", "mistral", "timm_deit", "timm_swin")]
+FAMILIES = [name for name in CASES if name not in ("roberta", "marian", "mistral", "gemma", "timm_deit", "timm_swin")]
 
 
 def missing(name: str) -> str | None:

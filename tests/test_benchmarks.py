@@ -1,0 +1,50 @@
+"""Scripts of benchmarks write the rows that they promise, on tiny models."""
+
+import csv
+import importlib
+import pathlib
+
+import pytest
+from test_remove_norms import WORDS, saved
+
+BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Return a function that imports a benchmark."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def rows_of(path):
+    with path.open(encoding="utf8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporter's own
+def test_deploy_compares_norms_in_each_scheme(script, tmp_path):
+    pytest.importorskip("onnxruntime")
+    deploy, out = script("deploy"), tmp_path / "deploy.csv"
+    words = ["--models", "tiny", "--schemes", "float32", "dynamic", "--norms", "layer", "folded", "--rounds", "2"]
+    deploy.main([*words, "--out", str(out)])
+    rows = {(row["scheme"], row["norm"]): row for row in rows_of(out)}
+    assert set(rows) == {(scheme, norm) for scheme in ("float32", "dynamic") for norm in ("layer", "folded")}
+    for (_, norm), row in rows.items():
+        assert set(row) == set(deploy.COLUMNS)
+        assert (float(row["ratio"]) == 1) or norm == "folded"
+        assert 0.99 < float(row["likeness"]) <= 1
+    assert "LayerNormalization" in rows["float32", "layer"]["fused"]
+    assert "LayerNormalization" not in rows["float32", "folded"]["fused"]
+    assert int(rows["float32", "folded"]["operations"]) > 0
+
+
+def test_a_language_model_loses_its_norms_in_one_row(script, tmp_path):
+    (tmp_path / "text.txt").write_text("\n".join([" ".join(WORDS)] * 200), encoding="utf8")
+    folder, out = saved("LlamaForCausalLM", tmp_path / "model"), tmp_path / "rows.csv"
+    words = [folder, tmp_path / "out", tmp_path / "text.txt", "--steps", 1, "--length", 24, "--results", out]
+    script("remove_norms_lm").main([str(word) for word in words])
+    (row,) = rows_of(out)
+    assert (row["norms_gone"], row["steps"], row["bound"]) == ("7", "1", "True")
+    assert float(row["loss"]) > float(row["delta"])
+    assert "--length 24" in row["command"]
