@@ -102,11 +102,6 @@ def measure(
         rounds: Rounds that count.
         threads: Threads of PyTorch. One thread is pinned to a core; more are not.
         device: "cpu", or "cuda" to time between events on the device.
-
-    Examples:
-        >>> timings = measure({"nothing": lambda: None}, rounds=3)
-        >>> len(timings.seconds["nothing"]), len(timings.repeated)
-        (3, 3)
     """
     variants, chance = [*runs.items(), ("", next(iter(runs.values())))], random.Random(0)
     flushed = torch.zeros(CACHE[device] // 4, device=device)
@@ -181,11 +176,7 @@ def measure_norms(
 
 
 def skip_warmup(norm: Norm) -> Norm:
-    """Put a norm into its state after any warm-up.
-
-    >>> int(skip_warmup(make("un", 8)).step) > 4000
-    True
-    """
+    """Put a norm into its state after any warm-up."""
     if isinstance(norm, StatNorm):
         norm.step.fill_(2**31)
         if (end := getattr(norm, "warmup_end", None)) is not None:

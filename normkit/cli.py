@@ -199,11 +199,7 @@ class Progress:
 
 
 def _duration(seconds: float) -> str:
-    """Return seconds or minutes.
-
-    >>> _duration(130.0)
-    '2 min'
-    """
+    """Return seconds or minutes."""
     return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
@@ -296,11 +292,7 @@ def _positive(text: str) -> int:
 
 
 def _shape(text: str) -> tuple[int, int]:
-    """Rows and channels.
-
-    >>> _shape("4096x512")
-    (4096, 512)
-    """
+    """Rows and channels."""
     rows, _, channels = text.lower().partition("x")
     try:
         return _positive(rows), _positive(channels)

@@ -102,7 +102,6 @@ WITHOUT_KERNEL_RULE = [
     "power(groups=0, warmup=2, form='released')",
     "un(window=2, warmup=2, outlier_filtration=True, threshold='channel')",
     "renorm(warmup=1, r_until=3, d_until=3)", "mabn(window=2, warmup=2, renorm_after=3)", "mabn(window=2)",
-    "batch(scalar=True)", "un(window=2, warmup=2, scalar=True)", "power(groups=0, warmup=2, scalar=True)",
 ]  # fmt: skip
 PER_TOKEN = [spec for spec in SPECS if spec not in STAT_SPECS]
 

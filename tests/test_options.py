@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 import normkit
 import normkit as nk
 from normkit import watch
-from normkit.norms import NORMS, RowNorm, StatNorm
+from normkit.norms import NORMS, RowNorm
 from normkit.norms._options import Count, option_defaults
 
 
@@ -94,15 +94,6 @@ def test_class_variable_is_no_option():
 def test_names_that_are_taken_raise_with_what_to_do(name, hint):
     with pytest.raises(TypeError, match=hint):
         type("Taken", (RowNorm,), {"__annotations__": {name: bool}, name: False})
-
-
-def test_a_constructor_of_ones_own_may_pass_options_on():
-    class Own(StatNorm):
-        def __init__(self, dim, *, strength=2.0, eps=1e-3):
-            super().__init__(dim, eps=eps, scalar=True)
-            self.strength = strength
-
-    assert Own(4, strength=3.0).spec == "Own(scalar=True, strength=3.0)"
 
 
 def test_torch_jit_script_raises_with_what_to_use():

@@ -8,9 +8,8 @@ from torch import nn
 
 import normkit
 from normkit import watch
-from normkit.watch import NOT_CHECKED, THRESHOLDS, Row, checked, diagnose
-from normkit.watch.diagnose import CHECKS, target_share
-from normkit.watch.recording import Recording
+from normkit.watch import NOT_CHECKED, THRESHOLDS, Recording, Row, checked, diagnose
+from normkit.watch.checks import CHECKS, target_share
 
 
 def sample(seed, *shape):
@@ -220,6 +219,7 @@ def healthy(steps=200):
     """Rows with all that checks need and nothing wrong in them."""
     calm = {"Gamma_bound": 20.0, "tokens": 900.0, "padding": 0.0, "nonfinite": 0.0, "dead": 0.0, "filtered_rate": 0.0}
     calm |= {"warmup_left": 0.0, "token_share": 0.8, "typical_token": 0.9, "zero_channels": 0.0}
+    calm |= {"skipped": 0.0, "skipped_grad": 0.0, "mask_length": 0.0}
     names = sorted({name for check in CHECKS for name in check.needs.split()})
     for step in range(1, steps + 1, max(1, steps // 6)):
         yield from (Row(step, "", "", name, 1 / step) for name in ("loss", "gradient_norm"))

@@ -14,8 +14,9 @@ from torchvision_stub import load_torchvision
 import normkit
 from normkit import watch
 from normkit.kernels import sync
-from normkit.watch import Appender, Recorder, Row, diagnose, read, record, row_files
+from normkit.watch import Appender, Recorder, Row, diagnose, read, record
 from normkit.watch.quantities import p_normal
+from normkit.watch.rows import truncate_file
 
 HEADER = "step,site,norm,quantity,value\n"
 ROWS = [Row(1, "a.norm", "un(window=2, warmup=3)", "rms", 0.5), Row(26, "", "", "gradient_norm", 2.0)]
@@ -39,8 +40,8 @@ def test_rows_that_a_power_cut_lost_leave_a_file_that_can_be_read(lost, tmp_path
     watch.write(path, ROWS)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) - lost])
-    row_files.truncate_file(path, len(whole))
-    row_files.Appender(path)(ROWS[1:])
+    truncate_file(path, len(whole))
+    Appender(path)(ROWS[1:])
     assert watch.read(path) == [*ROWS[: 1 if lost else 2], ROWS[1]]
 
 
@@ -126,7 +127,7 @@ def test_a_failed_write_leaves_whole_lines_and_rows_of_another_run_stay(tmp_path
     append = Appender(path)
     append([Row(1, "norm", "un", "rms", 0.5)])
     whole = path.read_bytes()
-    monkeypatch.setattr("normkit.watch.row_files.to_csv", lambda rows, header: "9,cut\ud800")  # cannot be encoded
+    monkeypatch.setattr("normkit.watch.rows.to_csv", lambda rows, header: "9,cut\ud800")  # cannot be encoded
     with pytest.raises(UnicodeEncodeError):
         append([Row(2, "norm", "un", "rms", 0.5)])
     assert path.read_bytes() == whole

@@ -23,17 +23,17 @@ TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 
 
 def scale_in_groups(x, weight, bias):
-    y = ops.scale(x.unflatten(-1, (3, -1)), weight, None, 1e-3).flatten(-2)
+    y = ops.row_norm(x.unflatten(-1, (3, -1)), weight, None, "scale", 1e-3).flatten(-2)
     return y if bias is None else y + bias
 
 
 NORMS = {  # name -> (kernel kind, groups, the reference)
-    "layer": ("layer", 1, lambda x, w, b: ops.layer(x, w, b, 1e-3)),
-    "rms": ("rms", 1, lambda x, w, b: ops.rms(x, w, b, 1e-3)),
-    "rms outside": ("rms_plus_eps", 1, lambda x, w, b: ops.rms(x, w, b, 1e-3, inside=False)),
-    "scale": ("scale", 1, lambda x, w, b: ops.scale(x, w, b, 1e-3)),
+    "layer": ("layer", 1, lambda x, w, b: ops.row_norm(x, w, b, "layer", 1e-3)),
+    "rms": ("rms", 1, lambda x, w, b: ops.row_norm(x, w, b, "rms", 1e-3)),
+    "rms outside": ("rms_plus_eps", 1, lambda x, w, b: ops.row_norm(x, w, b, "rms_plus_eps", 1e-3)),
+    "scale": ("scale", 1, lambda x, w, b: ops.row_norm(x, w, b, "scale", 1e-3)),
     "scale in groups": ("scale", 3, scale_in_groups),
-    "group": ("layer", 2, lambda x, w, b: ops.group(x, w, b, 1e-3, 2)),
+    "group": ("layer", 2, lambda x, w, b: ops.row_norm(x, w, b, "layer", 1e-3, 2)),
 }
 
 
@@ -77,9 +77,9 @@ def test_rows_too_long_for_registers_are_left_to_others(monkeypatch):
     monkeypatch.setattr(dispatch, "LONGEST", 16)
     x = draw(3, 24)
     with normkit.kernels("triton"), pytest.raises(RuntimeError, match="16 channels"):
-        ops.scale(x, None, None, 1e-3)
+        ops.row_norm(x, None, None, "scale", 1e-3)
     with normkit.kernels("triton") as ran:
-        ops.group(x, None, None, 1e-3, 2)
+        ops.row_norm(x, None, None, "layer", 1e-3, 2)
     assert dict(ran) == {"triton group": 1}
 
 
@@ -91,7 +91,7 @@ def test_rows_of_zeros_and_large_means():
         assert torch.equal(y, torch.zeros_like(y))
         assert dx.isfinite().all()
     x = draw(5, 37) + 1000.0
-    expected = ops.layer(x.double(), None, None, 1e-5)
+    expected = ops.row_norm(x.double(), None, None, "layer", 1e-5)
     close(layer(x, None, None, 1e-5), expected, tolerance=1e-4)  # a mean of 1000 is known to 6e-5 in float32
     assert layer(x[:0], None, None, 1e-5).shape == (0, 37)
 

@@ -172,7 +172,7 @@ def read_header(file: Path) -> tuple[list[Stored], dict[str, str]]:
 
 
 def fold_checkpoint(checkpoint: Checkpoint, example: dict[str, Any], out: Path, untie: bool = False) -> Report:
-    """Fold the gains of a checkpoint into the next layers, and write it as a checkpoint of the same architecture.
+    """Fold the gains of a checkpoint into the next layers, and write it in the same architecture.
 
     Args:
         checkpoint: The original.
@@ -317,7 +317,7 @@ def _write(checkpoint: Checkpoint, out: Path, changes: dict[str, Edit], added: d
 
 
 def copy_small_files(path: Path, out: Path) -> None:
-    """Copy what a folder has beside config and weights: tokenizer, chat template, parts of sentence-transformers.
+    """Copy tokenizer, chat template and other small files beside config and weights.
 
     Of the folders inside, those that `modules.json` names are copied, with their weights.
     """

@@ -1,4 +1,4 @@
-"""Fold the norms of a model into the layers beside them, and verify the result; or report what would become of each."""
+"""Fold the norms of a model into the layers beside them, and verify the result."""
 
 import copy
 from dataclasses import replace

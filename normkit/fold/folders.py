@@ -50,7 +50,7 @@ def _logits(output: Any) -> Any:
 
 
 def audit_dir(path: Path | str) -> tuple[Audit, list[str]]:
-    """Audit the model in a folder, for what `fold_dir` does with it; also return warnings about stored gains."""
+    """Report what `fold_dir` does with a folder; also return warnings about stored gains."""
     path = Path(path)
     if (plain := open_plain(path)) is not None:
         return audit_checkpoint(plain, example_for(plain.model)), doubtful_gains(plain.model)

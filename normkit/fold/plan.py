@@ -58,7 +58,7 @@ class FoldPlan:
         return gain, (node.scale * t[node.inputs] + node.shift - t[node.outputs]) / s[node.outputs]
 
     def _cancelled_by(self, name: str) -> tuple[str, ...]:
-        """The RMSNorms that undo, up to their eps, the factor of an RMSNorm for each token; none if it is used."""
+        """The RMSNorms that undo the factor of an RMSNorm up to their eps; none if it is used."""
         node, trace, found = self.relations.norms[name], self.trace, dict[str, None]()
         source = trace.sources.get(("norm", name))
         if source is None or name in self.relations.kept or not (node.trivial or name in self.chosen):
@@ -119,7 +119,7 @@ class FoldPlan:
         return replace(outcome, action="multiply-add", why=why)
 
     def _reason(self, node: NormNode, shifts: bool) -> str:
-        """The reason for a norm that stays: what fixes its output and its input, their scale alone if not `shifts`."""
+        """What fixes output and input of a norm that stays; their scale alone if not `shifts`."""
         if node.name in self.solver.stuck:
             return self.solver.stuck[node.name]
         if self.multiply_adds and node.offline:

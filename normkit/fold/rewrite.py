@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 class Edit(NamedTuple):
-    """A change of a parameter, `w * read * written + summand`; each has its dimensions, or broadcasts to it."""
+    """A change of a parameter, `w * read * written + summand`, which broadcast to it."""
 
     read: Tensor
     written: Tensor
@@ -175,7 +175,7 @@ def _of_longer_inputs(table: Source, shape: torch.Size, *changes: Tensor) -> lis
 
 
 def _edit(shape: torch.Size, parts: list[Part]) -> Edit:
-    """The change of a parameter, from those of its parts; uses that share elements ask for the same change of them."""
+    """The change of a parameter, from those of its parts; shared elements change alike."""
     whole = [part for part in parts if prod(part.view.size) == prod(shape)][:1]
     if whole and (axes := _axes(whole[0].view, shape, whole[0].view.offset)) is not None:
         return Edit(*(_placed(t, axes) for t in whole[0][1:]))

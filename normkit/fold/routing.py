@@ -58,7 +58,7 @@ class Routing(TorchFunctionMode):
 
 
 def idle_experts(trace: Trace, model: nn.Module) -> tuple[set[int], int]:
-    """The numbers of experts in mixtures that no call used all of, and how many elements of weights are idle."""
+    """The experts of mixtures that no call used, and how many elements of weights are idle."""
     sizes, idle, used = set[int](), 0, trace.uses()
     for name, parameter in model.named_parameters():
         if parameter.dim() > 2 and (left := unused(parameter, used.get(name, ()))) and name in used:

@@ -82,7 +82,7 @@ class System:
 
 
 def _sized(values: Tensor) -> Tensor:
-    """Numbers and their magnitudes, `[2, lanes]`; sums and products of these bound what rounding may have added."""
+    """Numbers and their magnitudes, `[2, lanes]`, which bound errors of rounding."""
     return torch.stack([values, values.abs()])
 
 

@@ -330,7 +330,7 @@ def _has_loader(model: nn.Module, found: dict[str, Found]) -> bool:
 
 
 def without_cache(given: Call, model: nn.Module) -> tuple[Call, tuple[str, ...]]:
-    """Add `use_cache=False` where a model takes it and the example has none; also the arguments added, in words."""
+    """Add `use_cache=False` where a model takes it; also return what was added, in words."""
     has_cache = any(given.kwargs.get(name) is not None for name in ("past_key_values", "cache_params", "use_cache"))
     without = Call(given.args, {**given.kwargs, "use_cache": False})
     with contextlib.suppress(TypeError):

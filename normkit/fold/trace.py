@@ -89,7 +89,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Rowless:
-    """A reader that had no rows in the example. Another call may have some, at the same `place` of a forward."""
+    """A reader without rows in the example; another call may have some at the same `place`."""
 
     operation: str
     place: tuple

@@ -1,4 +1,4 @@
-"""Give output layers that are tied to an embedding weights of their own, and models of Hugging Face note of that."""
+"""Give output layers that are tied to an embedding weights of their own."""
 
 import inspect
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def untie_embeddings(model: nn.Module) -> int:
-    """Give layers that are tied to an embedding a weight and a bias of their own; return how many numbers that adds."""
+    """Give layers tied to an embedding their own weight and bias; return the numbers added."""
     before = sum(p.numel() for p in model.parameters())
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     copies: dict[int, nn.Parameter] = {}

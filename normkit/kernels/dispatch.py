@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from normkit.kernels import aten, build, native, reference
+from normkit.kernels import build, native, reference
 
 CHOICES = ("auto", "triton", "native", "reference")
+ENVIRONMENT = os.environ.get("NORMKIT_KERNELS") or "auto"  # read once: a look-up takes microseconds of every call
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LONGEST = 8192  # channels of a row that one program in Triton holds in registers; 16384 spill
 SMALL = 1 << 22  # numbers; at 4096 x 512 Triton saves an H200 at most 0.007 ms a norm, and costs the host 0.4 ms
@@ -43,16 +44,16 @@ def kernels(choice: str) -> Iterator[collections.Counter[str]]:
     """Choose the implementation of ops within a block.
 
     The choice holds in this thread (or task of asyncio). Other threads keep their own blocks; outside of any block
-    `NORMKIT_KERNELS` in the environment decides, else "auto". Autograd runs backward passes on a GPU in a thread of
-    its own: there the choice of the forward pass holds. Compiled graphs take the reference, which Inductor fuses. What
-    activation checkpointing recomputes takes the choice at that moment: run the backward pass in the block, too.
+    `NORMKIT_KERNELS` in the environment decides, as it was at the import, else "auto". Autograd runs backward passes on
+    a GPU in a thread of its own: there the choice of the forward pass holds. Compiled graphs take the reference, which
+    Inductor fuses. What activation checkpointing recomputes takes the choice at that moment: run the backward pass in
+    the block, too.
 
     Args:
         choice: One of
 
-            - "auto": in eager mode the first of the next two that can run; else, on a CPU, PyTorch's kernels of other
-              norms; else the reference. PyTorch's own kernels of LayerNorm and RMSNorm go first on a GPU, up to 4
-              million numbers.
+            - "auto": in eager mode the first of the next two that can run; else the reference. PyTorch's own kernels of
+              LayerNorm and RMSNorm go first on a GPU, up to 4 million numbers.
             - "triton": Triton kernels for float32, bfloat16 and float16 tensors on CUDA; needs the package triton.
               CPU tensors need its interpreter (`TRITON_INTERPRET=1` before Python starts).
             - "native": C++ kernels for float32 and bfloat16 on a CPU; needs Linux and a C++ compiler on first use.
@@ -90,10 +91,9 @@ def current_choice() -> str:
     """Choice of this thread: of the innermost block, else of the environment."""
     if (block := _innermost()) is not None:
         return block.choice
-    choice = os.environ.get("NORMKIT_KERNELS") or "auto"
-    if choice not in CHOICES:
-        raise ValueError(f"NORMKIT_KERNELS must be one of {', '.join(CHOICES)}; it is {choice!r}")
-    return choice
+    if ENVIRONMENT not in CHOICES:
+        raise ValueError(f"NORMKIT_KERNELS must be one of {', '.join(CHOICES)}; it is {ENVIRONMENT!r}")
+    return ENVIRONMENT
 
 
 def _innermost() -> Block | None:
@@ -109,21 +109,18 @@ def select(
     wide: torch.dtype = torch.float32,
     *,
     width: int = 0,
-    cpu: tuple[str, ...] = ("native", "aten"),
+    has_native: bool = True,
     counted: bool = True,
 ) -> str:
-    """Select the implementation of an operation on `x`.
+    """Select "triton", "native" or "reference" for an operation on `x`.
 
     Args:
         x: Its main argument.
         name: Its name.
         wide: Type of its vectors `[C]`.
         width: Channels that are normalized together; 0 for an operation on columns.
-        cpu: Implementations on a CPU for these arguments: "native", C++; "aten", kernels of PyTorch for other norms.
+        has_native: C++ implements the operation for these arguments.
         counted: Count it for the blocks around; else the caller does.
-
-    Returns:
-        "triton", "native", "aten" or "reference".
 
     Raises:
         RuntimeError: If "triton" was chosen and cannot run on `x`.
@@ -133,11 +130,8 @@ def select(
     choice, kind = current_choice(), "reference"
     if wide is torch.float32 and can_use_triton(x, name, choice, width):
         kind = "triton"
-    elif cpu and is_plain(x, choice):
-        if "native" in cpu and wide is torch.float32 and x.dtype in native.DTYPES and build.is_loaded():
-            kind = "native"
-        elif "aten" in cpu and choice == "auto":
-            kind = "aten"
+    elif has_native and wide is torch.float32 and can_use_native(x, choice) and build.is_loaded():
+        kind = "native"
     if counted:
         count(kind, name)
     return kind
@@ -145,7 +139,7 @@ def select(
 
 def module(kind: str) -> ModuleType:
     """The module that implements operations in this way."""
-    return load_triton() if kind == "triton" else {"native": native, "aten": aten, "reference": reference}[kind]
+    return load_triton() if kind == "triton" else {"native": native, "reference": reference}[kind]
 
 
 def has_torch_kernel(x: Tensor, *parameters: Tensor | None) -> bool:
@@ -180,11 +174,12 @@ def can_use_triton(x: Tensor, name: str, choice: str, width: int = 0) -> bool:
     return not obstacle
 
 
-def is_plain(x: Tensor, choice: str) -> bool:
-    """True if kernels other than plain operations run on `x`: a plain tensor on a CPU, not empty, in eager mode."""
+def can_use_native(x: Tensor, choice: str) -> bool:
+    """True if C++ may run on `x`: a plain tensor on a CPU of a type that it takes, in eager mode."""
     return (
         choice in ("auto", "native")
         and x.is_cpu
+        and x.dtype in native.DTYPES
         and type(x) in (Tensor, nn.Parameter)
         and x.numel() > 0
         and not torch._C._are_functorch_transforms_active()

@@ -1,4 +1,4 @@
-"""The kernels in C++, `cpu/library.cpp`: tensors of float32 or bfloat16 on a CPU, vectors `[C]` of float32.
+"""The kernels in C++ (`cpu/library.cpp`), for float32 and bfloat16 on a CPU.
 
 `step` is a whole training step in one call, whose kernels run on a CPU or, launched from C++, on a GPU.
 """
@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 PARAMETERS = (torch.float32, torch.bfloat16, torch.float16)  # types of weight and bias
 FORWARD = ("batch", "running", "geometric")  # in the order of step.h
 BACKWARD = ("exact", "running", "windowed")
-library: Any = torch.ops.normkit  # has these operations once `build.is_loaded()`
+library: Any = torch.ops.normkit  # has operations once `build.is_loaded()`
 
 
 def standardize(
@@ -51,38 +51,27 @@ def row_norm_grad(
 
 def can_step(x: Tensor, rule: Rule) -> bool:
     """True if `step` reads the norm's parameters and, on a GPU, can launch kernels on `x`."""
-    kind = torch.float32 if rule.weight is None else rule.weight.dtype
-    plain = all(
-        p is None
-        or (type(p) in (Tensor, nn.Parameter) and p.dtype is kind and p.shape == x.shape[-1:] and p.is_contiguous())
-        for p in (rule.weight, rule.bias)
-    )
-    fits = x.is_cpu or (not torch.version.hip and x.numel() // x.shape[-1] < 2**31)
-    return plain and fits and kind in PARAMETERS and build.is_loaded()
+    size, kind = x.shape[-1:], None
+    for p in (rule.weight, rule.bias):
+        if p is not None:
+            kind = p.dtype if kind is None else kind
+            if not (type(p) in (Tensor, nn.Parameter) and p.dtype is kind and p.shape == size and p.is_contiguous()):
+                return False
+    fits = x.is_cpu or (not torch.version.hip and x.numel() // x.shape[-1] < 2**31 and build.is_loaded())
+    return fits and (kind is None or kind in PARAMETERS)
 
 
 def step(
     x: Tensor, mask: Tensor | None, rule: Rule, state: State, kernel_rule: KernelRule, known: bool, plan: Any,
     groups: int = 0, found: StepStatistics | None = None,
 ) -> tuple[Tensor, StepStatistics]:  # fmt: skip
-    """Normalize by a rule and move the state, or normalize by the decisions of an earlier forward.
+    """As `reference.train_step`, in kernels that apply the rule.
 
-    Args:
-        x: `[..., C]`, of a type that the kernels take.
-        mask: `[...]`, True where a row is real.
-        rule: The method.
-        state: Its buffers.
-        kernel_rule: Its form for kernels.
-        known: The statistics to standardize with and to remove do not depend on the batch: it is read once.
-        plan: Function that plans launches on a GPU; None for kernels in C++.
-        groups: Groups of layer-scale.
-        found: Decisions of an earlier forward on the same batch.
-
-    Returns:
-        y with its gradient, and the decisions.
+    With `known`, the statistics to standardize with and to remove do not depend on the batch, which is read once.
+    `plan` plans launches on a GPU; None for kernels in C++.
     """
-    how, given = kernel_rule, list[Tensor | None]()
-    end, drift = how.warmup, how.drift or (None, None, None)
+    how, end, drift = kernel_rule, kernel_rule.warmup, kernel_rule.drift or (None, None, None)
+    given: list[Tensor | None] = []
     if found is not None:
         saved = found.saved if how.forward == "running" else (None, None, *found.saved)
         given = [found.batch, found.value, found.count, found.step, *saved, *[None] * (3 - len(saved))]

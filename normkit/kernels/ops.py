@@ -1,7 +1,7 @@
 """The operations that norms call; which implementation runs is decided here.
 
-`reference.py` defines what each computes. Norms of tokens call `layer`, `rms`, `scale` and `group`. Norms with batch
-statistics call `train_step` in training and `standardize` at inference.
+`reference.py` defines what each computes. Norms of tokens call `row_norm`. Norms with batch statistics call
+`train_step` in training and `standardize` at inference.
 """
 
 import torch
@@ -18,52 +18,30 @@ HALVES = (torch.bfloat16, torch.float16)
 # -- per token --------------------------------------------------------------------------------------------------------
 
 
-def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Center and scale each row, with the biased variance."""
-    if dispatch.has_torch_kernel(x, weight, bias):
-        dispatch.count("torch", "layer")
-        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    return _row_norm(x, weight, bias, "layer", eps)
-
-
-def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, inside: bool = True) -> Tensor:
-    """Divide each row by its root mean square, with `eps` inside the root or added to it."""
-    if inside and bias is None and dispatch.has_torch_kernel(x, weight):
-        dispatch.count("torch", "rms")
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    return _row_norm(x, weight, bias, "rms" if inside else "rms_plus_eps", eps)
-
-
-def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Divide each row by its length, at least `eps`."""
-    return _row_norm(x, weight, bias, "scale", eps)
-
-
-def group(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int) -> Tensor:
-    """Normalize each of `groups` runs of consecutive channels of each row as `layer` does."""
-    return _row_norm(x, weight, bias, "layer", eps, groups)
-
-
-def _row_norm(
+def row_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float, groups: int = 1
 ) -> Tensor:  # fmt: skip
-    cpu: tuple[str, ...] = ("native", "aten") if kind in ("rms", "scale") else ()
-    if kind == "layer" and groups == 1 and x.dtype in HALVES:  # PyTorch's kernel adds up gradients in their type
-        cpu = ("native",)
-    name = "group" if groups > 1 else "rms" if kind == "rms_plus_eps" else kind
-    wide = reference.wide_type(x, weight, bias)
-    found = dispatch.select(x, name, wide, width=x.shape[-1] // groups, cpu=cpu)
+    """Normalize each row, or each of `groups` runs of its channels: `reference.row_norm`."""
+    has_torch = groups == 1 and (kind == "layer" or (kind == "rms" and bias is None))
+    if has_torch and dispatch.has_torch_kernel(x, weight, bias):
+        dispatch.count("torch", kind)
+        shape = x.shape[-1:]
+        return F.layer_norm(x, shape, weight, bias, eps) if kind == "layer" else F.rms_norm(x, shape, weight, eps)
+    # PyTorch's kernel of LayerNorm is as fast as ours in float32; in half precision it adds up gradients in their type
+    has_native = groups == 1 and (kind in ("rms", "scale") or (kind == "layer" and x.dtype in HALVES))
+    wide, name = reference.wide_type(x, weight, bias), "group" if groups > 1 else kind
+    found = dispatch.select(x, name, wide, width=x.shape[-1] // groups, has_native=has_native)
     if found == "reference":
         return reference.row_norm(x, weight, bias, kind, eps, groups)
     return reference.RowNorm.apply(x, weight, bias, kind, eps, groups, dispatch.module(found))  # type: ignore[return-value]
 
 
-def group_rms(x: Tensor, eps: float, groups: int, *, inside: bool = True) -> Tensor:
+def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:
     """Divide each of `groups` runs of channels by its root mean square: layer-scale.
 
     Shen et al. 2020, section 4.2; `GroupScaling1D` in their code. No parameters.
     """
-    return rms(x.unflatten(-1, (groups, -1)), None, None, eps, inside=inside).flatten(-2)
+    return row_norm(x.unflatten(-1, (groups, -1)), None, None, "rms", eps).flatten(-2)
 
 
 # -- norms with batch statistics --------------------------------------------------------------------------------------
@@ -74,13 +52,14 @@ def moments(
 ) -> tuple[Tensor, Tensor]:
     """Statistics `[k, C]` of the real rows of `x` and their number: `reference.moments`."""
     dtype = x.dtype if dtype is None else dtype
-    return dispatch.module(dispatch.select(x, "moments", dtype, cpu=("aten",))).moments(x, mask, center, dtype)
+    kind = dispatch.select(x, "moments", dtype, has_native=False)
+    return dispatch.module(kind).moments(x, mask, center, dtype)
 
 
 def standardize(
     x: Tensor, stat: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int = 0
 ) -> Tensor:  # fmt: skip
-    """Standardize with given statistics `[k, C]`; with `groups` of `x` after layer-scale: `reference.standardize`."""
+    """Standardize by statistics `[k, C]`, with `groups` after layer-scale: `reference.standardize`."""
     plain = torch.compiler.is_compiling() or torch.is_grad_enabled() or dispatch.is_traced() or not layout.has_rows(x)
     wide = reference.wide_type(stat, weight, bias)
     kind = "reference" if plain else dispatch.select(x, "standardize", wide)
@@ -101,7 +80,8 @@ def train_step(x: Tensor, mask: Tensor | None, rule: Rule, state: State) -> Tens
         rule: The method; a `StatNorm`.
         state: Its buffers.
     """
-    _check_training(state)
+    compiles = torch.compiler.is_compiling()
+    _check_training(state, compiles)
     x = x.contiguous()  # kept for the backward pass, too
     wide = torch.promote_types(x.dtype, state.running.dtype)
     kind = dispatch.select(x, "train_step", wide, counted=False)
@@ -109,17 +89,17 @@ def train_step(x: Tensor, mask: Tensor | None, rule: Rule, state: State) -> Tens
     if kernel_rule and (not native.can_step(x, rule) or (x.is_cuda and dispatch.is_traced())):
         kernel_rule = None
     if kind == "native" and not kernel_rule:
-        kind = "aten"
+        kind = "reference"
     groups = rule.groups if kind == "native" else 0  # C++ applies layer-scale on its way
     x = group_rms(x, rule.eps, rule.groups) if rule.groups and not groups else x
-    module, found = dispatch.module("aten" if kind == "native" else kind), None
+    module, found = dispatch.module("reference" if kind == "native" else kind), None
     if is_recomputed():
         with torch.no_grad():
             data = group_rms(x, rule.eps, groups) if groups else x.detach()
-            found = state.records.find(data, lambda mask: rule.pool(module.moments(data, mask, rule.center, wide)[0]))
+            found = state.records.find(data, lambda mask: module.moments(data, mask, rule.center, wide)[0])
         mask = mask if found is None else found.mask
     known = kernel_rule is not None and found is None and rule.known_in_advance(state)
-    if not torch.compiler.is_compiling():
+    if not compiles:
         dispatch.count(kind, "train_step on one reading" if known else "train_step")
     if kernel_rule:
         plan = dispatch.load_triton().plan if kind == "triton" else None
@@ -130,12 +110,11 @@ def train_step(x: Tensor, mask: Tensor | None, rule: Rule, state: State) -> Tens
     return y
 
 
-def _check_training(state: State) -> None:
+def _check_training(state: State, compiles: bool) -> None:
     # the flag itself: before PyTorch 2.12, is_exporting() is True in a graph of torch.compile, too
     if torch.jit.is_tracing() or torch.compiler._is_exporting_flag:  # type: ignore[attr-defined]
         raise RuntimeError("exported and traced graphs lose a norm's training gradient; call model.eval() first")
-    eager = not torch.compiler.is_compiling()
-    if eager and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
+    if not compiles and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
         raise RuntimeError(
             "norms with batch statistics do not train under torch.func or in forward mode; call model.eval() first"
         )

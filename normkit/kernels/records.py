@@ -26,12 +26,7 @@ class StepStatistics:
         value: Statistics to standardize with, `[k, C]`.
         count: Number of real rows, of all processes if these are synchronized.
         step: Number of this update, counted from 1.
-        output_scale: As in `rule.Stat`; so are the next three.
-        output_shift: See `Stat`.
-        grad_scale: See `Stat`.
-        dx_scale: See `Stat`.
-        mask: `[...]`, True where a row is real; None if all are.
-        saved: Tensors that `grad_stat` reads.
+        mask: `[...]`, True where a row is real; None if all are. The others are those of `rule.Stat`.
     """
 
     batch: Tensor
@@ -78,7 +73,7 @@ class Records:
 
     def add(self, statistics: StepStatistics, y: Tensor) -> None:
         """Keep the statistics of a forward as long as the graph of its output `y`."""
-        if torch.compiler.is_compiling() or is_recomputed():
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:  # or it is recomputed
             return
         self._last = statistics
         if y.grad_fn is None:  # frozen, or the first forward of reentrant checkpointing
@@ -92,9 +87,7 @@ class Records:
     def find(self, x: Tensor, batch: Callable[[Tensor | None], Tensor]) -> StepStatistics | None:
         """Return statistics and mask of the first run if this forward is recomputed, else None.
 
-        Args:
-            x: The batch.
-            batch: Computes its statistics `[k, C]` under a mask; called only if several forwards are candidates.
+        `batch` computes statistics `[k, C]` of `x` under a mask, where several forwards are candidates.
         """
         if not is_recomputed():
             return None

@@ -21,51 +21,39 @@ from normkit.kernels.rule import Rule, State, usable
 # -- per token --------------------------------------------------------------------------------------------------------
 
 
-def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Center and scale each row, with the biased variance.
+def row_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float, groups: int = 1
+) -> Tensor:  # fmt: skip
+    """Normalize each row, or each of `groups` runs of consecutive channels.
 
-    >>> layer(torch.tensor([[1.0, 3.0]]), None, None, 0.0)
-    tensor([[-1.,  1.]])
-    """
-    wide = wide_type(x, weight, bias)
-    weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
-    return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
+    Args:
+        x: `[..., C]`.
+        weight: Factor of each channel or of all.
+        bias: Addend of each channel.
+        kind: "layer" centers and divides by the root of the biased variance plus `eps`; "rms" divides by the root of
+            the mean square plus `eps`; "rms_plus_eps" adds `eps` to the root; "scale" divides by the length, at least
+            `eps`.
+        eps: See `kind`.
+        groups: Number of runs.
 
-
-def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, inside: bool = True) -> Tensor:
-    """Divide each row by its root mean square, with `eps` inside the root or added to it.
-
-    >>> rms(torch.tensor([[3.0, 3.0]]), None, None, 0.0)
-    tensor([[1., 1.]])
-    """
-    wide = x.to(wide_type(x, weight))
-    if inside:
-        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    else:  # the gradient of a length is 0 at a row of zeros, that of a root is not finite
-        y = wide / (torch.linalg.vector_norm(wide, dim=-1, keepdim=True) / x.shape[-1] ** 0.5 + eps)
-    return affine(y, weight, bias).to(x.dtype)
-
-
-def scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Divide each row by its length, at least `eps`.
-
-    >>> scale(torch.tensor([[3.0, 4.0]]), None, None, 1e-5)
+    >>> row_norm(torch.tensor([[1.0, 3.0, 10.0, 30.0]]), None, None, "layer", 0.0, groups=2)
+    tensor([[-1.,  1., -1.,  1.]])
+    >>> row_norm(torch.tensor([[3.0, 4.0]]), None, None, "scale", 1e-5)
     tensor([[0.6000, 0.8000]])
     """
-    wide = x.to(wide_type(x, weight))
-    y = wide / torch.linalg.vector_norm(wide, dim=-1, keepdim=True).clamp(min=eps)
-    return affine(y, weight, bias).to(x.dtype)
-
-
-def group(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, groups: int) -> Tensor:
-    """Normalize each of `groups` runs of consecutive channels of each row as `layer` does.
-
-    >>> group(torch.tensor([[1.0, 3.0, 10.0, 30.0]]), None, None, 0.0, 2)
-    tensor([[-1.,  1., -1.,  1.]])
-    """
-    split = x.to(wide_type(x, weight)).unflatten(-1, (groups, -1))
-    y = F.layer_norm(split, split.shape[-1:], None, None, eps).flatten(-2)
-    return affine(y, weight, bias).to(x.dtype)
+    wide = wide_type(x, weight, bias)
+    if kind == "layer" and groups == 1:
+        weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
+        return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
+    rows = x.to(wide) if groups == 1 else x.to(wide).unflatten(-1, (groups, -1))
+    if kind == "layer":
+        y = F.layer_norm(rows, rows.shape[-1:], None, None, eps)
+    elif kind == "rms":
+        y = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
+    else:  # the gradient of a length is 0 at a row of zeros, that of a root is not finite
+        length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+        y = rows / (length.clamp(min=eps) if kind == "scale" else length / rows.shape[-1] ** 0.5 + eps)
+    return affine(y if groups == 1 else y.flatten(-2), weight, bias).to(x.dtype)
 
 
 def group_sample(
@@ -111,17 +99,6 @@ def differentiable_grad(op: Callable[..., Tensor], dy: Tensor, *inputs: Tensor |
     needed = [t for t in inputs if t is not None and t.requires_grad]
     grads = iter(torch.autograd.grad(op(*inputs), needed, dy, create_graph=True))
     return tuple(next(grads) if t is not None and t.requires_grad else None for t in inputs)
-
-
-def row_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float, groups: int
-) -> Tensor:  # fmt: skip
-    """A norm per token by its kind: "layer", of `groups`; "rms"; "rms_plus_eps"; "scale"."""
-    if kind == "layer":
-        return layer(x, weight, bias, eps) if groups == 1 else group(x, weight, bias, eps, groups)
-    if kind == "scale":
-        return scale(x, weight, bias, eps)
-    return rms(x, weight, bias, eps, inside=kind == "rms")
 
 
 class RowNorm(torch.autograd.Function):
@@ -271,19 +248,10 @@ def train_step(
     x: Tensor, mask: Tensor | None, rule: Rule, state: State, kernels: ModuleType, wide: torch.dtype,
     found: StepStatistics | None = None,
 ) -> tuple[Tensor, StepStatistics]:  # fmt: skip
-    """Normalize a batch by a rule, and move the state.
+    """Normalize a batch `[..., C]` by a rule, and move the state; return y and the decisions.
 
-    Args:
-        x: `[..., C]`, after layer-scale.
-        mask: `[...]`, True where a row is real.
-        rule: The method.
-        state: Its buffers.
-        kernels: Implementation of the four operations.
-        wide: Type of statistics.
-        found: Decisions of an earlier forward on this batch, which moved the state already.
-
-    Returns:
-        y with its gradient, and the decisions.
+    `kernels` implements the four operations, `wide` is the type of statistics. `found` are decisions of an earlier
+    forward on this batch, which moved the state already.
     """
     with torch.no_grad():
         statistics = decide(x.detach(), mask, rule, state, kernels, wide) if found is None else found
@@ -300,10 +268,7 @@ def decide(
 ) -> StepStatistics:  # fmt: skip
     """Measure the batch, apply the rule and move the state."""
     local, count = kernels.moments(x, mask, rule.center, wide)
-    batch = local = rule.pool(local)
-    if state.processes:
-        batch, count = sync.join_processes(local, count, state.processes)
-        batch = rule.pool(batch)  # again: between batches each channel has its own variance
+    batch, count = sync.join_processes(local, count, state.processes) if state.processes else (local, count)
     ok = usable(batch, count)
     batch = torch.where(ok, batch, state.running.to(batch.dtype))  # not finite, or all padding: as the average batch
     step = state.step + 1
@@ -312,7 +277,7 @@ def decide(
     saved = tuple(t.clone() for t in stat.saved)
     if state.follows_optimizer:  # this batch is standardized by itself; the state changes by all batches together
         joint, rows = state.join("pending", batch, count, ok, rule.center)
-        together = rule.train_stat(rule.pool(joint), step, rows, state)
+        together = rule.train_stat(joint, step, rows, state)
         new, saved = together.state, (*saved, *(t.clone() for t in together.saved))
     state.write({**new, "step": step}, ok)
     state.skipped.add_(~ok)
@@ -323,7 +288,7 @@ def decide(
 @torch.no_grad()
 def take_gradient(batch: Tensor, statistics: StepStatistics, rule: Rule, state: State) -> Tensor:
     """Return the gradient statistics `[k, C]` to remove from dx, and move the state."""
-    batch, saved = rule.pool(batch), statistics.saved
+    saved = statistics.saved
     own = len(saved) // (1 + state.follows_optimizer)
     value, new = rule.grad_stat(batch, statistics.step, saved[:own], state)
     if not new:

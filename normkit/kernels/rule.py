@@ -1,4 +1,4 @@
-"""Rules of norms with batch statistics: what a method decides in a training step, and its form for kernels."""
+"""What a norm with batch statistics decides in a training step, and its form for kernels."""
 
 import functools
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -86,7 +86,6 @@ class Rule(Protocol):
     dim: int
     eps: float
     groups: int  # of layer-scale: runs of channels of a token, each first divided by its root mean square; 0: none
-    scalar: bool  # one variance, or mean square, for all channels
     center: ClassVar[bool]  # statistics are mean and variance (k = 2), else a mean square (k = 1)
     pad_grad: ClassVar[str]  # gradient statistics sum over "exact"ly all rows, or over "real" ones
 
@@ -98,10 +97,6 @@ class Rule(Protocol):
         self, batch: Tensor, step: Tensor, saved: tuple[Tensor, ...], state: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the gradient statistics to remove, and the new values of buffers."""
-        ...
-
-    def pool(self, statistics: Tensor) -> Tensor:
-        """Return statistics `[k, C]`; if `scalar`, with the mean of the last row in all channels."""
         ...
 
     def kernel_rule(self, state: Any) -> KernelRule | None:
@@ -131,13 +126,13 @@ class State:
     def __init__(
         self, buffers: dict[str, Any], records: Records, processes: sync.Groups, follows_optimizer: bool, fixed: bool
     ) -> None:
+        for name, buffer in buffers.items():
+            setattr(self, name, buffer)
         self.buffers, self.records, self.processes = buffers, records, processes
         self.follows_optimizer, self.fixed = follows_optimizer, fixed
 
     def __getattr__(self, name: str) -> Any:
-        if name not in self.__dict__.get("buffers", ()):
-            raise AttributeError(f"there is no buffer {name!r}")
-        return self.buffers[name]
+        raise AttributeError(f"there is no buffer {name!r}")
 
     def write(self, new: dict[str, Tensor], changes: Tensor) -> None:
         """Write new values into buffers where `changes` is True, without waiting for the device."""
@@ -168,10 +163,10 @@ class State:
 def find_kernel_rule(rule: Any, state: State) -> KernelRule | None:
     """The norm's `kernel_rule()` if kernels can apply it.
 
-    That takes one process, one batch per step, a state that moves, statistics per channel, a rule that no subclass
-    overrides, and plain tensors as buffers, because kernels write to their memory.
+    That takes one process, one batch per step, a state that moves, a rule that no subclass overrides, and plain tensors
+    as buffers, because kernels write to their memory.
     """
-    if state.processes or state.follows_optimizer or state.fixed or rule.scalar or not has_kernel_rule(type(rule)):
+    if state.processes or state.follows_optimizer or state.fixed or not has_kernel_rule(type(rule)):
         return None
     for buffer in state.buffers.values():
         if buffer is not None and (type(buffer) is not Tensor or not buffer.is_contiguous()):

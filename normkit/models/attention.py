@@ -1,4 +1,4 @@
-"""Attention as one operation of onnxruntime, in place of the products and the softmax that PyTorch's exporter writes.
+"""Attention as one operation of onnxruntime, in place of products and a softmax.
 
 The fusions of onnxruntime itself start at a LayerNorm and follow its inputs, so they find no attention in a model
 without norms. Here the program's own operation is replaced, whatever stands around it.
@@ -13,7 +13,7 @@ ATTENTION: Any = torch.ops.aten.scaled_dot_product_attention.default
 
 
 def with_fused_attention(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Replace attention by `com.microsoft.MultiHeadAttention`; a ValueError if the program has none that can be."""
+    """Replace attention by `com.microsoft.MultiHeadAttention`; a ValueError if that cannot be."""
     fused = program.run_decompositions({ATTENTION: _multi_head})
     calls = sum(node.target is ATTENTION for node in program.graph.nodes)
     done = sum(str(node.target).startswith("onnx_symbolic") for node in fused.graph.nodes)
@@ -28,7 +28,7 @@ def _multi_head(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
-    """Compute attention of `[batch, heads, tokens, width]` by an operation on `[batch, tokens, heads * width]`."""
+    """Compute attention by an operation on `[batch, tokens, heads * width]`."""
     if query.dim() != 4 or key.shape[1] != query.shape[1] or (is_causal and query.shape[2] != key.shape[2]):
         return NotImplemented
     batch, heads, tokens = query.shape[:3]

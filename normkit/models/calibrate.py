@@ -119,7 +119,7 @@ def _measure(model, norms, batches, forward) -> dict[StatNorm, Tensor]:
         mask = norm.check(x, mask)
         batch, count = ops.moments(norm.rest(x).double(), mask, norm.center)
         joint[norm] = sync.join(*joint[norm], batch, count, norm.center) if norm in joint else (batch, count)
-        norm.running.copy_(torch.where(count > 0, norm.pool(batch), norm.running))  # by which it then divides
+        norm.running.copy_(torch.where(count > 0, batch, norm.running))  # by which it then divides
 
     is_empty = True
     with ExitStack() as hooks:

@@ -230,12 +230,7 @@ def program_of(model: nn.Module, *example: Tensor, dynamic_shapes: Any = None) -
 
 
 def operations_of(program: torch.export.ExportedProgram) -> dict[str, int]:
-    """Count the operations of a program, most frequent first.
-
-    Examples:
-        >>> operations_of(program_of(nn.Linear(2, 3).eval(), torch.zeros(1, 2)))
-        {'aten.linear': 1}
-    """
+    """Count the operations of a program, most frequent first."""
     return _counted(".".join(str(n.target).split(".")[:2]) for n in program.graph.nodes if n.op == "call_function")
 
 
@@ -247,7 +242,7 @@ def _counted(names: Iterable[str]) -> dict[str, int]:
 def _write(
     model: TensorModel, path: Path, shapes: Any, fused: bool
 ) -> tuple[dict[str, int], str, Sequence[Tensor], dict[str, tuple[int, ...]]]:
-    """Write a file in float; return its operations, the runtime, its outputs on the example and the open axes."""
+    """Write a file in float; return operations, runtime, outputs on the example, open axes."""
     if path.suffix == ".onnx":
         with needs("export() to ONNX", "export"):
             import onnxruntime  # noqa: F401

@@ -23,7 +23,7 @@ class Clamp(nn.Module):
 
 
 def begin(module, args, kwargs):
-    """Put the constant keys and values before those of a call that begins a text, and shift masks and positions."""
+    """Put the constant keys and values before those of a text; shift masks and positions."""
     from transformers import DynamicCache
 
     names = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds")
@@ -43,7 +43,7 @@ def begin(module, args, kwargs):
 
 
 def put_first_token(model: Any, keys: Tensor, values: Tensor) -> None:
-    """Let every text of a causal model begin with a token of which only keys and values are left, in place.
+    """Let every text of a causal model begin with a token of keys and values alone, in place.
 
     The token is before those that the model is given, and its own output is not returned.
 
@@ -60,17 +60,7 @@ def put_first_token(model: Any, keys: Tensor, values: Tensor) -> None:
 
 @torch.no_grad()
 def keep_first_token(model: Any, token: int) -> None:
-    """Let every text of a causal model begin with one token, in place.
-
-    Examples:
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=9, **sizes)).eval()
-        >>> whole = model(torch.tensor([[1, 5, 7]])).logits
-        >>> keep_first_token(model, 1)
-        >>> torch.allclose(model(torch.tensor([[5, 7]])).logits, whole[:, 1:], atol=1e-6)
-        True
-    """
+    """Let every text of a causal model begin with one token, in place."""
     device = next(model.parameters()).device
     layers = model(torch.tensor([[token]], device=device), use_cache=True).past_key_values.layers
     if any(getattr(layer, "keys", None) is None for layer in layers):

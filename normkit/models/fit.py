@@ -41,21 +41,23 @@ def fit_like(
         take_norms_apart(like := copy_model(like), norms)  # modules of norm and activation
     if absent := sorted(set(norms) - _names(like)):
         raise ValueError(f"calibrate() takes the model that was converted as `like`; it has no {', '.join(absent)}")
-    both = _Models(model, like, forward)
     found: dict[str, Moments] = {}
     done: set[str] = set()  # norms that ran several times, at which forwards wait no more
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_fast_path())
-        runs = Counter(name for name, _ in _pauses(functools.partial(both.run_original, norms, batches[0], done)))
+        runs = Counter(name for name, _ in _visits(like, norms, batches[0], forward, done, before=False))
         order = [*runs, *(name for name in norms if name not in runs)]  # to solve in, if batches wait at several norms
-        calls = [stack.enter_context(contextlib.closing(both.calls(norms, batch, done))) for batch in batches]
+        calls = [_calls(model, like, norms, batch, forward, done) for batch in batches]
+        for each in calls:
+            stack.enter_context(contextlib.closing(each))
         waiting = {each: next(each, None) for each in calls}
         while waiting := {each: at for each, at in waiting.items() if at is not None}:
             name = min((at[0] for at in waiting.values()), key=order.index)
             here = {each: rows for each, (at, rows) in waiting.items() if at == name}
             rows: Iterable[Moments] = here.values()
             if runs[name] > 1:
-                rows = (rows for batch in batches for _, rows in both.calls({name: norms[name]}, batch))
+                own = {name: norms[name]}
+                rows = (rows for batch in batches for _, rows in _calls(model, like, own, batch, forward))
                 done.add(name)
             found[name] = functools.reduce(Moments.join, rows, *([found[name]] if name in found else []))
             if not found[name].usable:
@@ -73,7 +75,7 @@ def _names(model: nn.Module) -> set[str]:
 
 
 class Moments(NamedTuple):
-    """Moments `[channels]` of paired rows x and y, in float64: number, means, sums of products of deviations."""
+    """Number, means and sums of products of deviations of paired rows x and y, in float64."""
 
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]
     x: Tensor
@@ -106,7 +108,7 @@ class Moments(NamedTuple):
 
 def set_statistics(norm: StatNorm, statistics: Tensor) -> None:
     """Set the running statistics `[k, channels]` of a norm."""
-    norm.running.copy_(norm.pool(statistics))
+    norm.running.copy_(statistics)
     norm.was_set = True
     if norm.follows_optimizer:
         norm.get_buffer("pending").zero_()  # else the optimizer's step brings back the old ones
@@ -133,59 +135,54 @@ def solve(norm: StatNorm, rows: Moments) -> None:
         norm.bias.copy_(y - gain * scale * shift)
 
 
-class _Models(NamedTuple):
-    """A converted model and the original. Forwards run copies that share their tensors.
+def _calls(
+    model: nn.Module, like: nn.Module, norms: Mapping[str, StatNorm], batch: Any, forward: Forward | None,
+    done: Collection[str] = (),
+) -> Generator[tuple[str, Moments], None, None]:  # fmt: skip
+    """Run both models on a batch, and yield name and rows of each call of a norm that is not done."""
+    inputs = _visits(model, norms, batch, forward, done, before=True)
+    outputs = _visits(like, norms, batch, forward, done, before=False)
+    with contextlib.closing(inputs), contextlib.closing(outputs):
+        for name, (x, mask) in inputs:
+            same, y = next(outputs, ("", x[:0]))
+            y = y.movedim(norms[name].channel_dim, -1)
+            if name != same or y.shape != x.shape:
+                raise ValueError(f"calibrate() takes the model that was converted as `like`; {name} differs in it")
+            yield name, Moments.of(*(each.flatten(0, -2) if mask is None else each[mask] for each in (x, y)))
+        if extra := next(outputs, None):
+            raise ValueError(f"calibrate() takes the model that was converted as `like`; only it calls {extra[0]}")
 
-    So what a forward keeps in modules, such as masks, is its own.
+
+def _visits(
+    model: nn.Module, names: Iterable[str], batch: Any, forward: Forward | None, done: Collection[str], before: bool
+) -> Generator[tuple[str, Any], None, None]:
+    """Run a model on a batch, and yield the name of each norm that is not done where it is called.
+
+    With the name comes its input and mask, `before` it computes, or its output. The forward runs a copy that shares the
+    tensors, so that what it keeps in modules, such as masks, is its own.
     """
 
-    model: nn.Module
-    like: nn.Module
-    forward: Forward | None
+    def run(pause: Pause) -> None:
+        twin = copy_model(model, share_all=True)
 
-    def calls(
-        self, norms: Mapping[str, StatNorm], batch: Any, done: Collection[str] = ()
-    ) -> Generator[tuple[str, Moments], None, None]:
-        """Run both on a batch, and yield name and rows of each call of a norm that is not done."""
-        runs = (functools.partial(run, norms, batch, done) for run in (self.run_model, self.run_original))
-        inputs, outputs = map(_pauses, runs)
-        with contextlib.closing(inputs), contextlib.closing(outputs):
-            for name, (x, mask) in inputs:
-                same, y = next(outputs, ("", x[:0]))
-                y = y.movedim(norms[name].channel_dim, -1)
-                if name != same or y.shape != x.shape:
-                    raise ValueError(f"calibrate() takes the model that was converted as `like`; {name} differs in it")
-                rows = [each.flatten(0, -2) if mask is None else each[mask] for each in (x, y)]
-                yield name, Moments.of(*rows)
-            if extra := next(outputs, None):
-                raise ValueError(f"calibrate() takes the model that was converted as `like`; only it calls {extra[0]}")
-
-    def run_model(self, norms: Iterable[str], batch: Any, done: Collection[str], pause: Pause) -> None:
-        """Pass on name, input and mask of each call of a norm, before it computes."""
-
-        def wait(name: str, norm: StatNorm, args: tuple, kwargs: dict[str, Any]) -> None:
+        def wait(name: str, norm: Any, args: tuple, kwargs: dict[str, Any], *output: Tensor) -> None:
             if name not in done:
-                x, mask = input_and_mask(args, kwargs)
-                mask = norm.check(x, mask)
-                pause((name, (norm.rest(x), mask)))
+                pause((name, output[0] if output else _input(norm, args, kwargs)))
 
-        model = copy_model(self.model, share_all=True)
-        for name in norms:
-            norm = model.get_submodule(name)
-            norm.register_forward_pre_hook(functools.partial(wait, name), with_kwargs=True)
-        call(model, batch, self.forward)
+        for name in names:
+            norm = twin.get_submodule(name)
+            register: Any = norm.register_forward_pre_hook if before else norm.register_forward_hook
+            register(functools.partial(wait, name), with_kwargs=True)
+        call(twin, batch, forward)
 
-    def run_original(self, norms: Iterable[str], batch: Any, done: Collection[str], pause: Pause) -> None:
-        """Pass on name and output of each call of a norm."""
+    return _pauses(run)
 
-        def wait(name: str, norm: nn.Module, args: tuple, y: Tensor) -> None:
-            if name not in done:
-                pause((name, y))
 
-        like = copy_model(self.like, share_all=True)
-        for name in norms:
-            like.get_submodule(name).register_forward_hook(functools.partial(wait, name))
-        call(like, batch, self.forward)
+def _input(norm: StatNorm, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """What a norm measures, and its mask."""
+    x, mask = input_and_mask(args, kwargs)
+    mask = norm.check(x, mask)
+    return norm.rest(x), mask
 
 
 class _Stop(BaseException):

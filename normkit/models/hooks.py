@@ -31,14 +31,7 @@ def share_groups(model: nn.Module) -> dict[int, Any]:
 
 
 def channels_first(norm: T) -> T:
-    """Make a norm take and return `[batch, channels, ...]`; the names of its parameters stay.
-
-    Examples:
-        >>> import torch
-        >>> from normkit.norms import LayerNorm
-        >>> channels_first(LayerNorm(3))(torch.zeros(2, 3, 5, 7)).shape
-        torch.Size([2, 3, 5, 7])
-    """
+    """Make a norm take and return `[batch, channels, ...]`; the names of its parameters stay."""
     norm.channel_dim = 1  # type: ignore[assignment]
     norm.register_forward_pre_hook(_channels_to_the_end)  # after, and before, hooks that it may have already
     norm.register_forward_hook(_channels_to_the_front, prepend=True)

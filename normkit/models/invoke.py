@@ -41,12 +41,7 @@ class Call(NamedTuple):
         return self
 
     def left_out(self, model: nn.Module) -> dict[str, inspect.Parameter]:
-        """Return the parameters of a model's forward that the call leaves out or passes as None.
-
-        Examples:
-            >>> list(Call((0,), {}).left_out(nn.Bilinear(1, 1, 1)))
-            ['input2']
-        """
+        """Return the parameters of a model's forward that the call leaves out or passes as None."""
         signature = inspect.signature(model.forward)
         takes = {name: p for name, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
         try:
@@ -72,10 +67,6 @@ def call(model: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
     """Call a model on a batch, or `forward(model, batch)` instead, and return the output.
 
     A batch is a mapping of keyword arguments, a tuple or list of positional ones, or one argument.
-
-    Examples:
-        >>> call(nn.Linear(2, 3), (torch.zeros(4, 2),)).shape
-        torch.Size([4, 3])
     """
     if forward is not None:
         return forward(model, batch)
@@ -111,11 +102,7 @@ def example_call(model: nn.Module, given: Call, verb: str, shown: Call, what: st
 
 
 def describe(value: object) -> str:
-    """A value in a few characters: type and shape of a tensor.
-
-    >>> describe(torch.zeros(2, 3))
-    'float32[2, 3]'
-    """
+    """A value in a few characters: type and shape of a tensor."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return repr(value) if isinstance(value, bool | int | float | str | type(None)) else type(value).__name__
@@ -148,14 +135,7 @@ PLAIN_OPTIONS = ("past_key_values", "inputs_embeds", "position_ids", "head_mask"
 
 
 def advice(model: nn.Module, given: Call) -> str:
-    """Advise on an example that would use weights which the given one does not.
-
-    Examples:
-        >>> class Pair(nn.Module):
-        ...     def forward(self, input_ids, encoder_hidden_states=None): ...
-        >>> advice(Pair(), Call((), {"input_ids": 0}))
-        'pass an example that does, perhaps with encoder_hidden_states, or set to None what inference never uses'
-    """
+    """Advise on an example that would use weights which the given one does not."""
     left = given.left_out(model).items()
     names = [name for name, p in left if p.default is None and not name.startswith(PLAIN_OPTIONS)]
     also = f", perhaps with {' or '.join(names[:4])}" if names else ""

@@ -161,7 +161,7 @@ def widened(tensor: Tensor) -> Tensor:
 
 
 def in_float64(tensor: Tensor, out: Tensor | None = None) -> Tensor:
-    """A tensor in float64, in the memory of `out` if given; 16 bits become 32 first, which is exact and faster."""
+    """A tensor in float64, in `out` if given; 16 bits become 32 first, which is exact and faster."""
     if tensor.dtype in (torch.bfloat16, torch.float16):
         tensor = tensor.float()
     return tensor.double() if out is None else out.resize_(tensor.shape).copy_(tensor)
@@ -214,7 +214,7 @@ def _shared() -> _Reads | None:
 
 
 def side_by_side(jobs: Sequence[Callable[[], T]]) -> list[Future[T]]:
-    """Run jobs in a thread each; blocks of lazy weights that they use in the same order are read once for all.
+    """Run jobs in a thread each; blocks of lazy weights are read once for all of them.
 
     Examples:
         >>> [job.result() for job in side_by_side([lambda: 1, lambda: 2])]

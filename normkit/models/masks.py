@@ -219,7 +219,7 @@ OTHER_TOKENS = ("encoder_", "decoder_", "cross_", "memory_", "global_")  # in na
 
 
 def derived_mask(argument: str, shape: torch.Size, time_first: bool, model: object = None) -> Tensor | None:
-    """Return the mask that a running forward has derived for an input with `x.shape[:-1] == shape`, or None.
+    """Return the mask that a running forward has derived for an input of this shape, or None.
 
     Models that pad, subsample or join sequences do the same to the mask, and hold it in a variable such as
     `attention_mask` or `combined_attention_mask` until they pass it on. Nothing else knows it before the first norm.
@@ -242,7 +242,7 @@ def derived_mask(argument: str, shape: torch.Size, time_first: bool, model: obje
 
 
 def prolonged(mask: Tensor, x: Tensor, time_first: bool) -> Tensor:
-    """Prolong a mask `[batch, tokens]` by padding where all further tokens of `x` are zero, as `F.pad` makes them."""
+    """Prolong a mask `[batch, tokens]` by padding if all further tokens of `x` are zero."""
     axis, (batch, tokens) = (0 if time_first else 1), mask.shape
     if x.dim() != 3 or x.shape[1 - axis] != batch or x.shape[axis] <= tokens:
         return mask

@@ -1,4 +1,4 @@
-"""Quantization of ONNX files to 8-bit integers by onnxruntime: dynamic, or static and calibrated on batches."""
+"""Quantization of ONNX files by onnxruntime: dynamic, or static and calibrated on batches."""
 
 from collections.abc import Iterable
 from pathlib import Path

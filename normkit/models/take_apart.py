@@ -102,12 +102,7 @@ def take_norms_apart(model: nn.Module, norms: Collection[str]) -> set[str]:
 
 
 def plain_weights(model: nn.Module) -> nn.Module:
-    """Replace parametrized weights by those of inference, in place; shared ones stay shared.
-
-    Examples:
-        >>> plain_weights(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))))[0]
-        Linear(in_features=4, out_features=3, bias=True)
-    """
+    """Replace parametrized weights by those of inference, in place; shared ones stay shared."""
     module: Any
     plain: dict[Any, Any] = {}  # of modules that share a matrix, the weight and what it came from
     for module in list(model.modules()):

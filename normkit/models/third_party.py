@@ -57,12 +57,7 @@ class CannotRead(Exception):
 
 
 def read_norm(module: nn.Module) -> Found:
-    """Read what a norm computes; a CannotRead unless it is what its class name suggests.
-
-    Examples:
-        >>> read_norm(nn.LayerNorm(8, eps=1e-6)).kind
-        'layer'
-    """
+    """Read what a norm computes; a CannotRead unless it is what its class name suggests."""
     if parametrize.is_parametrized(module):
         raise CannotRead("its parameters have parametrizations; remove them with torch.nn.utils.parametrize first")
     if isinstance(module, Norm):
@@ -95,12 +90,7 @@ def is_named_norm(module: nn.Module) -> bool:
 
 
 def equivalent(found: Found) -> Norm:
-    """Build the equivalent norm of normkit, in evaluation mode, without shared memory.
-
-    Examples:
-        >>> equivalent(read_norm(nn.RMSNorm(4, eps=1e-6))).spec
-        'rms(eps=1e-06)'
-    """
+    """Build the equivalent norm of normkit, in evaluation mode, without shared memory."""
     name, given = parse(found.kind)
     affine = found.weight is not None or found.bias is not None
     given = {"affine": affine, "bias": found.bias is not None, **given, "eps": found.eps}
@@ -130,12 +120,7 @@ def statistics(running: Tensor, center: bool) -> Tensor:
 
 
 def write(name: str, given: dict[str, object]) -> str:
-    """Write the spec of a norm with these options.
-
-    Examples:
-        >>> write("un", {"window": 2})
-        'un(window=2)'
-    """
+    """Write the spec of a norm with these options."""
     given = {key: value for key, value in given.items() if key in options(name) and options(name)[key] != value}
     return format_spec(name, given)
 

@@ -109,16 +109,9 @@ class HasOptions(nn.Module):
         """Create parameters and buffers, from the options in `self`."""
 
 
-def option_defaults(kind: type[nn.Module]) -> dict[str, Any]:
+def option_defaults(kind: type[HasOptions]) -> dict[str, Any]:
     """Return the options of a norm class and their defaults."""
-    found: dict[str, Any] = {}
-    for cls in reversed(kind.__mro__):
-        if "__init__" in vars(cls) and issubclass(cls, HasOptions):  # a written constructor may pass other options on
-            parameters = inspect.signature(cls.__init__).parameters.values()
-            found |= {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-        elif issubclass(cls, HasOptions):
-            found = {name: each.default for name, each in cls.declared.items()}
-    return found
+    return {name: each.default for name, each in kind.declared.items()}
 
 
 def _signature(declared: dict[str, Option]) -> inspect.Signature:

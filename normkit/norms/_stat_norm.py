@@ -2,7 +2,6 @@
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from normkit.kernels import ops, reference
@@ -25,15 +24,12 @@ class StatNorm(StatefulNorm):
     Args:
         sync: Compute statistics over all processes, or over those of a `torch.distributed` process group, which a spec
             cannot hold; off, as it costs one all-reduce per pass.
-        scalar: Divide all channels by one number, the root of their mean variance or mean square, as when the norms of
-            a trained model are removed (Heimersheim 2024); off. A mean that is removed stays one per channel.
     """
 
     offline: ClassVar[bool] = True
     batch_free: ClassVar[bool] = False
     pad_grad: ClassVar[str] = "exact"  # gradient statistics sum over "exact"ly all rows, or over "real" ones
     groups = 0  # layer-scale: groups of channels of a token, each first divided by its root mean square; 0: none
-    scalar: bool = False
 
     # -- the two rules of a method ------------------------------------------------------------------------------------
 
@@ -66,12 +62,6 @@ class StatNorm(StatefulNorm):
     def average(self, batch: Tensor, state: Any) -> Tensor:
         """Return the running statistics after this batch: `alpha * running + (1 - alpha) * batch`."""
         return state.running.lerp(batch.to(state.running.dtype), 1 - self.alpha)
-
-    def pool(self, statistics: Tensor) -> Tensor:
-        """Return statistics `[k, C]`; if `scalar`, with the mean of the last row in all channels."""
-        if not self.scalar:
-            return statistics
-        return torch.cat([statistics[:-1], statistics[-1:].mean(-1, keepdim=True).expand(1, self.dim)])
 
     def known_in_advance(self, state: Any) -> bool:
         """Return True if the statistics to standardize with and to remove do not depend on the batch.

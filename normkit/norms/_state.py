@@ -102,7 +102,7 @@ class StatefulNorm(Norm, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[re
         self._reset_counters()
 
     def reset_running_stats(self) -> None:
-        """Raise a TypeError: `update_bn` would go on with averages over all batches, which methods do not have."""
+        """Raise a TypeError: `update_bn` sets averages over all batches, which methods lack."""
         raise TypeError(
             f"update_bn cannot measure the statistics of {type(self).__name__}; call normkit.calibrate(model, batches)"
         )

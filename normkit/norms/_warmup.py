@@ -60,7 +60,7 @@ class WarmupNorm(StatNorm):
         return self._ended.seen if self._ended.at_least(1, state.warmup_end) else NEVER
 
     def kernel_warmup(self, state: Any) -> dict[str, Any]:
-        """Return the fields of `KernelRule` that describe the warm-up; `drift` until the host has seen its end."""
+        """Return the warm-up's fields of `KernelRule`; `drift` until the host has seen its end."""
         if isinstance(self.warmup, int):
             return {"warmup": self.warmup}
         measured = (state.averages, state.lag, state.warmup_end) if self.known_end(state) == NEVER else ()

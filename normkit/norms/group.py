@@ -33,7 +33,7 @@ class GroupNorm(RowNorm):
 
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
         if self.over == "token":
-            return ops.group(x, self.weight, self.bias, self.eps, self.groups)
+            return ops.row_norm(x, self.weight, self.bias, "layer", self.eps, self.groups)
         if x.dim() < 2:
             raise ValueError(f'over="sample" takes x[batch, ..., {self.dim}]; got shape {tuple(x.shape)}')
         return reference.group_sample(x, self.weight, self.bias, self.eps, self.groups, mask)

@@ -18,4 +18,4 @@ class LayerNorm(RowNorm):
     """
 
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
-        return ops.layer(x, self.weight, self.bias, self.eps)
+        return ops.row_norm(x, self.weight, self.bias, "layer", self.eps)

@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from normkit.kernels import ops, reference
+from normkit.kernels import ops
 from normkit.norms._base import RowNorm
 from normkit.norms._options import Count, option
 
@@ -29,9 +29,5 @@ class RMSNorm(RowNorm):
     groups: Count = 1
 
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
-        inside = self.eps_at == "inside"
-        if self.groups == 1:
-            return ops.rms(x, self.weight, self.bias, self.eps, inside=inside)
-        wide = x.to(reference.wide_type(x, self.weight))
-        y = ops.group_rms(wide, self.eps, self.groups, inside=inside)
-        return reference.affine(y, self.weight, self.bias).to(x.dtype)
+        kind = "rms" if self.eps_at == "inside" else "rms_plus_eps"
+        return ops.row_norm(x, self.weight, self.bias, kind, self.eps, self.groups)

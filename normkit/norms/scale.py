@@ -44,4 +44,4 @@ class ScaleNorm(RowNorm):
         return nn.Parameter(gains, self.weight is not None and self.weight.requires_grad)
 
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:  # noqa: D102
-        return ops.scale(x, self.weight, self.bias, self.eps)
+        return ops.row_norm(x, self.weight, self.bias, "scale", self.eps)

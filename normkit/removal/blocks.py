@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 @torch.no_grad()
 def blocks_of(model: nn.Module, batch: Any, forward: Forward | None = None) -> list[str]:
-    """Return the names of the blocks with norms, in their order; none unless each reads what the one before returns.
+    """Return the names of the blocks with norms, if each reads what the one before returns.
 
     >>> blocks_of(nn.Sequential(nn.LayerNorm(2), nn.LayerNorm(2)), torch.ones(1, 2))
     ['0', '1']
@@ -144,7 +144,7 @@ def train_blocks(
 
 
 def _fit(block: nn.Module, teacher: nn.Module, rows: Sequence[Row]) -> None:
-    """Fit the norms of a block, on its own stream, to those of the original's block on the original's stream."""
+    """Fit the norms of a block to those of the original's, each on its own stream."""
 
     def forward(which: nn.Module, row: Row) -> Tensor:  # it gets copies of both
         new = any(isinstance(module, StatNorm) for module in which.modules())

@@ -127,7 +127,7 @@ def mixed(original: nn.Module, converted: nn.Module, names: Iterable[str]) -> nn
 
 
 def _fit_alone(original, converted, names, batches, forward, mask) -> list[str]:
-    """Fit each norm on inputs and outputs of the original's; return the names in the order in which they ran."""
+    """Fit each norm on inputs and outputs of the original's; return the names as they ran."""
     found: dict[str, Moments] = {}
     real: list[Tensor | None] = []
 

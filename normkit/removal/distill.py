@@ -49,7 +49,7 @@ class Comparison(NamedTuple):
 
     @torch.no_grad()
     def mean(self, model: nn.Module, batches: Iterable[Any]) -> float:
-        """Return the mean distance over all real positions; of vectors `[batch, time, channels]`, of their means."""
+        """Return the mean distance over real positions; of `[batch, time, channels]`, of the means."""
         found = []
         for batch in batches:
             mask, theirs, mine = self.mask(batch), self.values(self.original, batch), self.values(model, batch)
@@ -59,7 +59,7 @@ class Comparison(NamedTuple):
         return float(torch.cat(found).double().mean())
 
     def loss(self, sites: Sequence[str]) -> Loss:
-        """Return a loss for `train`: distances of outputs, and of what the modules `sites` of both models return."""
+        """Return a loss for `train`: distances of outputs and of what the modules `sites` return."""
 
         def loss(model: nn.Module, batch: Any) -> Tensor:
             found: list[tuple[Tensor, Tensor | None]] = []
@@ -111,7 +111,7 @@ def relative_error(x: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def _real(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the rows of real positions; all if the mask is of other positions, as that of tokens for one a text."""
+    """Return the rows of real positions; all if the mask is of other positions."""
     return x.flatten(0, -2) if mask is None or mask.shape != x.shape[:-1] else x[mask]
 
 

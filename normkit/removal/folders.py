@@ -166,7 +166,7 @@ def _tokenizer(path: Path) -> Any:
 
 
 def _constant_first_token(model: Any, tokenizer: Any, texts: Texts, others: list[Texts]) -> str:
-    """Keep the keys and values of a first token in the model, if first tokens are large; return what was done."""
+    """Keep keys and values of a first token if first tokens are large; return what was done."""
     found = large_first_token(model, texts.of_length(texts.length, WINDOWS))
     if found is None:
         return ""

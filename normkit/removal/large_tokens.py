@@ -1,4 +1,4 @@
-"""Find tokens that are much larger than others, and clamp what they and their likes do to models without norms."""
+"""Find tokens that are much larger than others, and clamp them."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -93,7 +93,7 @@ def add_clamps(model: nn.Module, batches: Sequence[Any], forward: Forward | None
 
 @torch.no_grad()
 def clamps_first(model: nn.Module) -> None:
-    """Put each clamp before its norm, in place, so that the norm folds; drop those of norms that compute statistics."""
+    """Put each clamp before its norm, in place; drop those of norms that compute statistics."""
     for name, module in [*model.named_modules()]:
         if not isinstance(module, Bounded):
             continue

@@ -270,7 +270,7 @@ def _fold(model: nn.Module, example: Call, outputs: Pick | None) -> tuple[nn.Mod
 
 @contextlib.contextmanager
 def _tables_kept(model: nn.Module) -> Iterator[None]:
-    """Keep embeddings in training: Adam would move the row of a rare token by a full step for each single gradient."""
+    """Keep embeddings: Adam would move the row of a rare token by a full step."""
     tables = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters() if p.requires_grad}
     for table in tables:
         table.requires_grad_(False)

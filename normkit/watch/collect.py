@@ -13,7 +13,7 @@ from normkit.norms import PowerNorm, StatNorm
 from normkit.norms._warmup import WarmupNorm
 from normkit.norms.un import UN
 from normkit.watch.quantities import QUARTILES, Quantity
-from normkit.watch.row_files import Waiting
+from normkit.watch.rows import Waiting
 from normkit.watch.sites import Site
 
 Fields = dict[str, Tensor]
@@ -133,11 +133,7 @@ class LengthShare:
 
 
 def batch_lengths(mask: Tensor | None, shape: torch.Size, like: Tensor, axis: int = 0) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation of the real tokens per sequence along `axis` of `shape`.
-
-    >>> [each.item() for each in batch_lengths(torch.tensor([[1, 1, 1], [1, 0, 0]]), torch.Size([2, 3]), torch.ones(1))]
-    [2.0, 1.0]
-    """
+    """Return mean and deviation of the real tokens per sequence along `axis` of `shape`."""
     axis = min(axis, max(len(shape) - 1, 0))
     if mask is None:
         return like.new_full((), math.prod([*shape[:axis], *shape[axis + 1 :]])), like.new_zeros(())

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as lightning
 
 from normkit.watch import Recorder, Row, Rows
-from normkit.watch.row_files import Appender, truncate_file
+from normkit.watch.rows import Appender, truncate_file
 
 LOGGED = ("gap_batch", "gap_quadratic", "rms", "largest", "gradient_norm")
 """Quantities that loggers are given unless others are named."""

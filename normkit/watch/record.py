@@ -20,7 +20,7 @@ from normkit.models.masks import unfit_length
 from normkit.norms import Norm
 from normkit.watch.collect import Fields, LossMeter, Memory, Moments, Sample, evaluate, gather, gather_gradient, moments
 from normkit.watch.quantities import choose
-from normkit.watch.row_files import Rows, Sink
+from normkit.watch.rows import Rows, Sink
 from normkit.watch.sites import Padding, Site, sites
 
 BACKWARD = {"g_mu", "g_sigma2", "g_psi2", "dx_square", "dy_square", "channel_g", "window_g"}
@@ -102,7 +102,7 @@ class Recorder:
         self, model: nn.Module, every: int = 25, quantities: str | Iterable[str] | None = None, *, loss: Loss = None,
         to: Sink = None, keep: int = 200_000, start: int = 0,
     ):  # fmt: skip
-        _check(model, loss, every=every, start=start)
+        _check(model, loss, every)
         self.model, self.every, self.step = model, every, start
         self.chosen = choose(quantities)
         self.needs = frozenset().union(*(quantity.needs for quantity in self.chosen.values()))
@@ -339,12 +339,10 @@ class NormRecorder:
         return args[0] if args else next(iter(kwargs.values())), None
 
 
-def _check(model: nn.Module, loss: object, **counts: int) -> None:
+def _check(model: nn.Module, loss: object, every: int) -> None:
     """Check the arguments of a recorder."""
     check_is_model(model, "record")
-    for option, number in counts.items():
-        least = 1 if option == "every" else 0
-        require(is_int(number) and number >= least, option, number, f"a whole number of at least {least}")
+    require(is_int(every) and every >= 1, "every", every, "a whole number of at least 1")
     allowed = "a module, a function without arguments such as `lambda: loss`, or None"
     require(loss is None or callable(loss), "loss", loss, allowed)
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):

@@ -2,6 +2,7 @@
 
 import inspect
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
@@ -143,12 +144,12 @@ class Padding:
 class Traits(NamedTuple):
     """What follows from the name of a norm in rows."""
 
-    kind: type[Norm] | None  # its class in normkit
-    options: dict[str, object]
-    batch: bool  # it divides by statistics of batches
-    quadratic: bool = False  # those that it freezes are quadratic means alone
-    warms_up: bool = False  # it starts with the statistics of each batch
+    kind: type[Norm] | None = None  # its class in normkit
+    options: Mapping[str, object] = {}
+    batch: bool = False  # it divides by statistics of batches
     tracks: bool = True  # it freezes statistics for evaluation
+    quadratic: bool = False  # those are quadratic means alone
+    warms_up: bool = False  # it starts with the statistics of each batch
 
     @property
     def relies_on_batch(self) -> bool:
@@ -165,8 +166,8 @@ def traits(norm: str) -> Traits:
     try:
         name, given = parse(norm)
     except (ValueError, TypeError):
-        return Traits(None, {}, "BatchNorm" in norm and "Frozen" not in norm, tracks=UNTRACKED not in norm)
+        return Traits(batch="BatchNorm" in norm and "Frozen" not in norm, tracks=UNTRACKED not in norm)
     kind = NORMS[name]
     if not issubclass(kind, StatNorm):
-        return Traits(kind, given, False)
-    return Traits(kind, given, True, not kind.center, "warmup" in options(name))
+        return Traits(kind, given)
+    return Traits(kind, given, batch=True, quadratic=not kind.center, warms_up="warmup" in options(name))

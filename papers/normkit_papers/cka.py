@@ -52,13 +52,7 @@ def cka(model: nn.Module, other: nn.Module, batches: Iterable[Any], layers: Iter
     """Compute linear CKA between the outputs of layers of two models.
 
     `CKA = sum_b HSIC(K, L) / sqrt(sum_b HSIC(K, K) sum_b HSIC(L, L))` with the unbiased HSIC of each minibatch, so
-    that batches may be small (Nguyen et al. 2021; UN Fig. 6).
-
-    Args:
-        model: A model.
-        other: A model to compare it with.
-        batches: Arguments that the models are called with: a tensor, a tuple or a dictionary; examples come first.
-        layers: Name patterns.
+    that batches may be small (Nguyen et al. 2021; UN Fig. 6). `layers` are name patterns.
 
     Raises:
         ValueError: If no layer fits a pattern, or there are no batches.

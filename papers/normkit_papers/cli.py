@@ -26,9 +26,8 @@ WIDTH = 120  # columns of a line of a list
 
 
 def demo(
-    norms: tuple[str, ...] = ("layer", "scale", "un", "power(groups=0)", "pnv", "batch"),
-    steps: int = 3600,
-    bucketing: bool = True,
+    norms: tuple[str, ...] = ("layer", "scale", "un", "batch"),
+    steps: int = 2400,
     seed: int = 0,
     out: Path = Path("runs/demo"),
     processes: int = 2,
@@ -38,7 +37,6 @@ def demo(
     Args:
         norms: Norm specs to compare; `normkit list` lists all.
         steps: Steps of each norm.
-        bucketing: Batches of words of similar length; otherwise of any lengths.
         seed: Seed of weights and data order, the same for all norms.
         out: Folder for models and report.html. Finished runs in it are kept.
         processes: Norms trained at the same time, one thread each.
@@ -47,7 +45,7 @@ def demo(
     from normkit_papers.studies import demo as made
     from normkit_papers.studies.runner import train_all
 
-    started, runs = time.monotonic(), made.runs(norms, out, steps, seed, bucketing)
+    started, runs = time.monotonic(), made.runs(norms, out, steps, seed)
     status = train_all(runs, _typed("demo"), processes)
     scored = [folder for folder in runs if results.exists(folder) and results.read(folder)["scores"]]
     if scored:
@@ -303,20 +301,6 @@ def fold(run: tyro.conf.Positional[Path], out: Path) -> int:
     return _save(out, lambda: fold_run(load(run)))
 
 
-def calibrate(run: tyro.conf.Positional[Path], out: Path, batches: int | None = None) -> int:
-    """Compute the running statistics of a run's norms again, from training batches; the weights stay.
-
-    Args:
-        run: Folder of the run. Its data must be here.
-        out: Folder for the calibrated run.
-        batches: Training batches; by default as many as training uses for its calibrated scores.
-    """
-    from normkit_papers.train.fold_run import calibrate_run
-    from normkit_papers.train.folder import load
-
-    return _save(out, lambda: calibrate_run(load(run), batches))
-
-
 def remove_norms(arguments: list[str]) -> int:
     """Take the norms out of a run's model: fit, train a little on its data, fold, compare.
 
@@ -345,12 +329,12 @@ def remove_norms(arguments: list[str]) -> int:
 
 
 def use(arguments: list[str]) -> int:
-    """Use a trained run: translate lines, fold its norms, calibrate its statistics, remove its norms."""
+    """Use a trained run: translate lines, fold its norms, remove its norms."""
     return _dispatch(USES, arguments, "papers use")
 
 
 USES: dict[str, Callable[..., int]] = {
-    "translate": translate, "fold": fold, "calibrate": calibrate, "remove-norms": remove_norms,
+    "translate": translate, "fold": fold, "remove-norms": remove_norms,
 }  # fmt: skip
 COMMANDS: dict[str, Callable[..., int]] = {
     "demo": demo, "train": train, "study": study, "reproduce": reproduce, "report": report, "use": use,
@@ -374,7 +358,12 @@ def main(arguments: list[str] | None = None) -> int:
         what = error.strerror or str(error)
         return _complain(f"{what}: {error.filename}; what was written before is kept" if error.filename else what)
     except (ValueError, TypeError) as error:
-        return _complain(str(error) or type(error).__name__)
+        from pydantic import ValidationError
+
+        from normkit_papers.fields import explain
+
+        text = explain(error) if isinstance(error, ValidationError) else str(error)
+        return _complain(text or type(error).__name__)
 
 
 def import_modules(arguments: list[str]) -> list[str]:

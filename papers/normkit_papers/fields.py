@@ -1,10 +1,8 @@
-"""Settings: frozen pydantic dataclasses whose errors are one sentence."""
+"""Types of settings, which pydantic checks, and its errors in one sentence."""
 
-import functools
-from typing import Annotated, Any, dataclass_transform
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, ValidationError
-from pydantic.dataclasses import dataclass
 
 LARGEST = 2**62
 
@@ -20,33 +18,8 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Below1 = Annotated[float, Field(ge=0, lt=1)]
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
-def settings(cls: type) -> Any:
-    """Make a class a frozen dataclass whose values pydantic checks.
-
-    Raises:
-        ValueError: If a value is unknown, missing, or not of its type or range.
-
-    >>> @settings
-    ... class Example:
-    ...     rate: Positive = 0.1
-    >>> Example(rate=-1)
-    Traceback (most recent call last):
-    ...
-    ValueError: rate: input should be greater than 0; got -1
-    """
-    made: Any = dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))(cls)
-    checked = made.__init__
-
-    @functools.wraps(checked)
-    def __init__(self: Any, **given: Any) -> None:
-        try:
-            checked(self, **given)
-        except ValidationError as error:
-            raise ValueError(explain(error)) from None
-
-    made.__init__ = __init__
-    return made
+CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False)
+"""How pydantic checks the values of settings."""
 
 
 def explain(error: ValidationError) -> str:

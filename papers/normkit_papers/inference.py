@@ -17,12 +17,8 @@ def translate_lines(
 ) -> Iterator[str]:
     """Translate lines with a trained model; an empty line stays empty.
 
-    A model of subwords takes text that is tokenized and cased as its corpus is.
-
-    Args:
-        folder: Folder of the run.
-        lines: Lines of text; for other models, a sequence a line: symbols of the model between spaces, or a word.
-        warn: Called with a message for each line that is mostly unknown to the model.
+    A model of subwords takes text that is tokenized and cased as its corpus is; another one a sequence a line: symbols
+    between spaces, or a word. `warn` is called with a message for each line that is mostly unknown.
 
     Raises:
         ValueError: If the model cannot take a line; the message has the line's number.

@@ -16,13 +16,9 @@ Summary = Callable[[Recording, int], float | None]
 
 
 class StudyMetric(NamedTuple):
-    """One number of a run.
+    """One number of a run: the first of these fields of the CSV that it has; `better` is the sign of a gain, or 0.
 
-    Attributes:
-        fields: Fields of the CSV; the first one that a run has counts.
-        better: 1 if higher is better, -1 if lower is better, 0 if neither.
-        digits: Digits shown after the decimal point.
-        summary: Function that fills the field from recorded statistics when a run has ended.
+    A `summary` fills the field from recorded statistics when a run has ended.
     """
 
     fields: tuple[str, ...]

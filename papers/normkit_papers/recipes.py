@@ -13,15 +13,7 @@ PARTS = ("model", "images")
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A named run; calling it makes the run.
-
-    Attributes:
-        name: Name of the recipe and of its run.
-        about: What it trains, in a sentence.
-        cost: Time and hardware of the run.
-        settings: Settings of the run, those of its base included.
-        note: Scores to expect, and what differs from the paper.
-        flags: Further flags of the command line.
+    """A named run, with what it trains, what that costs and what to expect; calling it makes the run.
 
     >>> RECIPES["lm_ptb_pocket"]().model.attention
     'multilinear'
@@ -49,6 +41,8 @@ def _read(path: Path) -> dict[str, Recipe]:
     found: dict[str, Recipe] = {}
     for name, given in tomllib.loads(path.read_text(encoding="utf8")).items():
         base = found[given.pop("base")].settings if "base" in given else {}
+        if "valid_every" in given:
+            given.setdefault("checkpoint_every", given["valid_every"])
         texts = {key: " ".join(given.pop(key).split()) for key in ("about", "cost", "note", "flags") if key in given}
         parts = {part: {**base.get(part, {}), **given.get(part, {})} for part in PARTS if part in {*base, *given}}
         found[name] = Recipe(name, settings={**base, **given, **parts}, **texts)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from normkit.watch.recording import Row
+from normkit.watch.rows import Row
 
 
 @torch.no_grad()

@@ -30,13 +30,7 @@ class Times(NamedTuple):
 
 
 class Base(NamedTuple):
-    """Starting point of a column's runs: a recipe with some settings replaced.
-
-    Attributes:
-        name: Folder of the runs.
-        recipe: Function that returns the `Run`.
-        settings: Settings that replace the recipe's.
-    """
+    """Starting point of a column's runs: their folder, a recipe, and settings that replace the recipe's."""
 
     name: str
     recipe: Callable[[], Run]
@@ -49,15 +43,9 @@ Bases = Mapping[str, Base]
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column of a table: one metric of some runs.
+    """A column of a table: a metric of STUDY_METRICS for some runs, and what it changes in its base and norms.
 
-    Attributes:
-        title: The paper's heading, in our words.
-        metric: Name of a row of STUDY_METRICS.
-        base: Starting point of the runs, by scale.
-        settings: Settings that this column replaces in its base.
-        at: Further settings, by scale.
-        options: Options for the rows' norms in this column: for those norms that have them and do not set them.
+    `at` are further settings by scale, `options` are for norms that have them and do not set them.
     """
 
     title: str
@@ -72,12 +60,8 @@ class Column:
 class Row:
     """A row of a table: a way to train, and the figures that the paper printed for it.
 
-    Attributes:
-        label: Title of the row.
-        settings: Settings that this row replaces; None for figures that the paper quotes from others.
-        printed: The paper's figure for each column, digit by digit.
-        base: Starting points in place of the columns' bases, for all columns or one for each.
-        at: Further settings, by scale.
+    `settings` are None for figures that the paper quotes from others; `base` is in place of those of the columns, one
+    for all or one for each.
     """
 
     label: str
@@ -121,16 +105,8 @@ class Rule(NamedTuple):
 class Study:
     """A table or figure of a paper, or our own question: a grid of rows x columns x seeds.
 
-    Attributes:
-        id: Name; of a paper's table or figure, a key of PAPERS and the place, such as `pn.table2`.
-        title: The comparison, in a line.
-        rows: Ways to train.
-        columns: Metrics and models.
-        claim: The paper's conclusion. Figures print no numbers, so this is compared with our results.
-        note: Differences between our runs and the paper's at every scale.
-        seeds: Runs of each cell, unless the command gives another number.
-        script: Command that measures the study's numbers, for a study without runs of its own.
-        rules: What decides whether our results agree with the claim.
+    Its id is a key of PAPERS and a place, such as `pn.table2`, or a name of ours. `rules` decide whether our results
+    agree with the `claim`. A study without runs of its own has the `script` that measures its numbers.
 
     >>> from normkit_papers.recipes import RECIPES
     >>> base = {"pocket": Base("toy", RECIPES["g2p_cmudict"], {"steps": 10})}
@@ -191,10 +167,7 @@ class Cell(NamedTuple):
 def expand(study: Study, scale: str, only: Sequence[str] = ()) -> list[Cell]:
     """List the cells of a study that can be run at a scale, row by row.
 
-    Args:
-        study: The study.
-        scale: One of SCALES.
-        only: Labels of rows, or norms, for all rows with a norm if no row has this label; empty for all rows.
+    `only` has labels of rows, or norms, for all rows with this norm; it is empty for all rows.
 
     Raises:
         ValueError: If the scale is unknown, or no row has a name in `only`.
@@ -264,12 +237,8 @@ def with_options(spec: str, more: Settings) -> str:
 def warmed(spec: str, warmup: int, automatic: bool = False) -> str:
     """Let the statistics of a norm warm up as long as the learning rate, as in the papers.
 
-    A `warmup` in the spec stays. Phases after the warm-up keep their length in proportion to it.
-
-    Args:
-        spec: The norm's spec.
-        warmup: Steps of the learning rate's warm-up.
-        automatic: Norms that can end their warm-up by drift do so instead, as is their default.
+    A `warmup` in the spec stays. Phases after the warm-up keep their length in proportion to it. With `automatic`,
+    norms that can end their warm-up by drift do so instead, as is their default.
 
     >>> warmed("un(window=2)", 100), warmed("un", 100, automatic=True), warmed("layer", 100)
     ('un(window=2, warmup=100)', 'un', 'layer')

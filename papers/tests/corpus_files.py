@@ -35,6 +35,7 @@ def write_pairs(folder, **files):
     """A folder with a few sequence pairs; `files` replaces the text of some, or leaves them out."""
     text = {"train_source": "a b\nb c\n", "train_target": "x\ny x\n", "valid_source": "a\n", "valid_target": "x\n",
             "test_source": "a z\nb\na z\n", "test_target": "x\ny\ny y\n", **files}  # fmt: skip
+    folder.mkdir(exist_ok=True)
     for name, content in text.items():
         if content is not None:
             (folder / name.replace("_", ".")).write_bytes(content.encode() if isinstance(content, str) else content)

@@ -60,17 +60,6 @@ def test_kernels_compiled_graphs_and_checkpointing_end_it_at_the_same_step(spec)
         torch.testing.assert_close(norm.averages, plain.averages)
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_a_loaded_norm_continues_its_warm_up(spec):
-    given, whole, first = batches(190, 40), nk.make(spec, DIM), nk.make(spec, DIM)
-    expected = train(whole, given)
-    train(first, given[:70])
-    second = nk.make(spec, DIM)
-    second.load_state_dict(first.state_dict())
-    torch.testing.assert_close(train(second, given[70:]), expected)
-    assert int(second.warmup_end) == int(whole.warmup_end)
-
-
 def test_batches_that_are_not_finite_and_padding_do_not_count():
     given = batches(190, 40)
     norm, other = nk.make(SPECS[0], DIM), nk.make(SPECS[0], DIM)

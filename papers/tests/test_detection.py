@@ -6,7 +6,6 @@ Average precision.
 import dataclasses
 import importlib
 import json
-import multiprocessing
 
 import pytest
 import safetensors.torch
@@ -144,9 +143,6 @@ def test_weights_of_a_classifier_start_the_backbone(tmp_path):
         same = torch.equal(tensor, features[f"features.{name}"])
         assert same or name.endswith((".step", ".window", ".psi", ".window_grad", "_grad")), name
         assert not name.endswith(".step") or tensor == 0
-    wider = detector(Model(arch="mask_rcnn_pocket"), classes=5).backbone.body.features
-    with pytest.raises(ValueError, match=r"0\.0\.weight"):
-        start_from(str(tmp_path / "swin.safetensors"), wider, prefix="features.")
     features["features.1.7.mlp.0.weight"] = torch.zeros(2, 2)
     safetensors.torch.save_file(features, tmp_path / "deeper.safetensors")
     with pytest.raises(ValueError, match=r"1\.7\.mlp\.0\.weight"):  # once loaded without a word
@@ -164,8 +160,8 @@ def test_augmentation_changes_picture_boxes_and_masks_alike(tmp_path):
     sizes, things = set(), 0
     for epoch in range(6):
         for at in range(len(data.train)):
-            (picture, target), _ = samples[Item(epoch, at)]
-            (again, _), _ = samples[Item(epoch, at)]
+            picture, target = samples[Item(epoch, at)]
+            again, _ = samples[Item(epoch, at)]
             assert torch.equal(picture, again), "chance hangs on seed, epoch and number alone"
             sizes.add(tuple(picture.shape[-2:]))
             assert len(target["boxes"]) == len(target["labels"]) == len(target["masks"])
@@ -181,26 +177,12 @@ def test_augmentation_changes_picture_boxes_and_masks_alike(tmp_path):
     assert things > 20
 
 
-def test_undecodable_image_is_replaced_and_counted_or_raises(tmp_path):
+def test_an_image_that_cannot_be_read_is_named(tmp_path):
     folder = scene_files.data_set(tmp_path)
-    data = find_scenes(str(folder))()
     broken = (folder / "images" / "002.png").read_bytes()
     (folder / "images" / "002.png").write_bytes(broken[:200] + bytes(40) + broken[240:])
-    samples = Samples(data.train, masks=False, augment=SceneAugmentation(TINY))
-    (_, target), problems = samples[Item(0, 1)]
-    assert torch.equal(target["labels"], data.train.scenes[2].labels)
-    assert len(problems) == 1
-    assert "002.png cannot be read" in problems[0]
-    assert Samples(data.train, masks=False, augment=None)[Item(0, 1)] == (None, problems)
-    run = dataclasses.replace(RUN, data=str(folder), valid_every=0, workers=1)
-    assert train(run, tmp_path / "run")["data"]["broken"] == {"count": 1, "first": problems}, (
-        "once, however often it is met"
-    )
-    assert not multiprocessing.active_children()
-    for path in (folder / "images").iterdir():
-        path.write_bytes(path.read_bytes()[:200] + bytes(40) + path.read_bytes()[240:])
-    with pytest.raises(ValueError, match="none of a batch's images can be read"):
-        train(run, tmp_path / "none")
+    with pytest.raises(ValueError, match=r"^\S*002\.png cannot be read"):
+        train(dataclasses.replace(RUN, data=str(folder), valid_every=0, workers=1), tmp_path / "run")
 
 
 @pytest.mark.parametrize("bucketing", [False, True])
@@ -268,7 +250,6 @@ def test_every_recipe_runs_two_steps(name, tmp_path, monkeypatch):
         assert {"box_ap", "loss_objectness"} <= set(score)
         assert ("mask_ap" in score) == own.masks
     assert result["data"]["train"] == {"images": 6, "boxes": result["data"]["train"]["boxes"]}
-    assert "broken" not in result["data"]
     assert result["data"]["operators"]
 
 

@@ -10,7 +10,6 @@ import pytest
 import scene_files
 import torch
 from normkit_papers.data.images import (
-    Broken,
     _unpacked,
     decode,
     find_images,
@@ -42,8 +41,8 @@ def test_cifar_100_has_its_fine_classes(tmp_path):
         rows = made.files(count)
         made.write_parquet(tmp_path / "cifar100" / "cifar100" / f"{split}-0.parquet", rows, "img", "fine_label")
     data = read_images("cifar100")
-    assert (data.train.labels.tolist(), data.name) == ([label for *_, label in made.files(12)], "cifar100")
-    assert len(data.notes) == 3, "numbers are compared with the table"
+    assert data.train.labels.tolist() == [label for *_, label in made.files(12)]
+    assert data.name == "cifar100 (12 of 50,000 training images, 6 of 10,000 test images)"
 
 
 def test_cifar_packed_as_differences(tmp_path):
@@ -141,11 +140,11 @@ def test_unreadable_images_are_named(tmp_path):
     Image.fromarray(np.full((4, 5), 700, np.uint16)).save(wide)  # PIL would clip it at 255
     for content in (path.read_bytes()[:200], b"no image", b"", wide.read_bytes(), None):
         path.unlink() if content is None else path.write_bytes(content)
-        with pytest.raises(Broken, match=rf"{path.name} cannot be read"):
+        with pytest.raises(ValueError, match=rf"{path.name} cannot be read"):
             decode(data.train, 3)
     made.write_parquet(tmp_path / "own2" / "train.parquet", [("a", b"", 0)] * 2)
     made.write_parquet(tmp_path / "own2" / "val.parquet", made.files(2))
-    with pytest.raises(Broken, match=r"image 1 of split train .*own2 cannot be read"):
+    with pytest.raises(ValueError, match=r"image 1 of split train .*own2 cannot be read"):
         decode(read_images(str(tmp_path / "own2")).train, 1)
 
 
@@ -208,30 +207,13 @@ def changed(**changes):
     return lambda labels, files: labels["annotations"].append({**labels["annotations"][0], **changes})
 
 
-UNUSABLE = {
-    "no area": changed(bbox=[5, 5, 0, 3]),
-    "outside": changed(bbox=[500, 5, 9, 3]),
-    "not a number": changed(bbox=[1, 2, float("nan"), 3]),
-    "beyond floats": changed(bbox=[1, 2, 10**400, 3]),
-    "three numbers": changed(bbox=[1, 2, 3]),
-    "one point": changed(segmentation=[[1.0, 2.0]]),
-    "infinite polygon": changed(segmentation=[[0, 0, 1e12, 0, 1e12, 1e12]]),
-    "text for a polygon": changed(segmentation=["123456"]),
-    "short run lengths": changed(segmentation={"size": [88, 64], "counts": [5, 9]}),
-    "long run lengths": changed(segmentation={"size": [88, 64], "counts": "PPPPPP04"}, iscrowd=1),
-    "another size": changed(segmentation={"size": [8, 8], "counts": [64]}),
-}
-
-
-@pytest.mark.parametrize("what", UNUSABLE)
-def test_unusable_boxes_are_counted(what, tmp_path, given):
-    """pycocotools ends the process, or returns random memory, on many of these outlines."""
+@pytest.mark.parametrize("box", [[5, 5, 0, 3], [500, 5, 9, 3], [1, 2, float("nan"), 3]])
+def test_boxes_without_area_are_counted(box, tmp_path, given):
     labels, files = copy.deepcopy(given)
     boxes = len(labels["annotations"])
-    UNUSABLE[what](labels, files)
+    changed(bbox=box)(labels, files)
     found = read(tmp_path, labels, files)
-    assert sum(count for name, count in found.counts.items() if name not in ("images", "boxes")) == 1
-    assert found.counts["boxes"] == boxes
+    assert found.counts == {"images": 4, "boxes": boxes, "boxes without area in their image": 1}
 
 
 def test_run_lengths_are_the_mask_they_encode(tmp_path, given):
@@ -248,22 +230,20 @@ def test_run_lengths_are_the_mask_they_encode(tmp_path, given):
     for outline in ({"size": size, "counts": counts}, {"size": size, "counts": text}):
         row["segmentation"] = outline
         assert torch.equal(masks(read(tmp_path, labels, files), 0), masks(plain, 0))
-        outline["counts"] = outline["counts"][:-1]
-        assert read(tmp_path, labels, files).counts["outlines that cannot be drawn"] == 1
 
 
 def test_crowds_and_images_without_objects_are_no_mistakes(tmp_path, given):
     labels, files = copy.deepcopy(given)
     labels["annotations"] = [row for row in labels["annotations"] if row["image_id"] != 2]
     crowd = {**labels["annotations"][0], "iscrowd": 1, "bbox": [-3, 5, 500, 9]}
-    labels["annotations"].append({key: crowd[key] for key in crowd if key not in ("segmentation", "area")})
+    labels["annotations"].append(crowd)
     found = read(tmp_path, labels, files)
     assert (found.counts["images"], found.counts["crowds"]) == (4, 1)
     assert masks(found, 1).shape == (0, 60, 80)
     (crowded,) = (at for at, scene in enumerate(found.scenes) if scene.crowds.any())
     objects = found.objects(crowded, masks=True)
     assert objects["iscrowd"].tolist() == [*[0] * (len(objects["labels"]) - 1), 1]
-    assert int(objects["masks"][-1].sum()) == 9 * 64 == int(objects["area"][-1]), "its box, inside the image"
+    assert objects["boxes"][-1].tolist() == [0, 5, found.scenes[crowded].width, 14], "inside the image"
     fewer = read(tmp_path, labels, files, empty=False)
     assert (fewer.counts["images"], fewer.counts["images without boxes"]) == (3, 1)
 
@@ -271,8 +251,10 @@ def test_crowds_and_images_without_objects_are_no_mistakes(tmp_path, given):
 CONTRADICTIONS = [
     changed(image_id=99),
     changed(category_id=55),
+    changed(segmentation=[[1.0, 2.0]]),
+    changed(segmentation={"size": [8, 8], "counts": [64]}),
     lambda labels, files: labels["categories"].append({"id": 3, "name": "other"}),
-    lambda labels, files: labels["categories"].append({"id": 9, "name": "box"}),
+    lambda labels, files: files.pop("003.png"),
     lambda labels, files: labels["images"].append(labels["images"][0]),
     lambda labels, files: labels.pop("categories"),
     lambda labels, files: labels["images"][1].pop("height"),
@@ -292,11 +274,9 @@ def test_missing_and_damaged_files_of_scenes_are_named(tmp_path, given, monkeypa
     labels, files = copy.deepcopy(given)
     files["001.png"] = files["001.png"][:300]
     labels["images"][1]["width"] += 1
-    del files["003.png"]
     found = read(tmp_path / "a", labels, files)
-    assert found.counts["missing images"] == 1
     for at, name in enumerate(("001.png", "002.png")):  # damaged; of another size than listed
-        with pytest.raises(Broken, match=name):
+        with pytest.raises(ValueError, match=name):
             found.image(at)
     path = tmp_path / "a" / "train.json"
     path.write_bytes(path.read_bytes()[:-40])

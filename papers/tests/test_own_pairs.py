@@ -7,9 +7,9 @@ from normkit_papers.inference import translate_lines
 from normkit_papers.models.config import Model
 from normkit_papers.train.build import build_model
 from normkit_papers.train.config import Run
-from normkit_papers.train.fold_run import calibrate_run
 from normkit_papers.train.folder import Loaded
 from normkit_papers.train.run import train
+from normkit_papers.train.source import open_task
 
 
 def test_a_model_of_plain_files_translates_their_lines(tmp_path):
@@ -34,14 +34,11 @@ def test_sequences_longer_than_the_model_raise_before_training(split, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_trained_model_is_not_calibrated_on_data_with_other_words(tmp_path):
+def test_a_trained_model_is_not_scored_on_data_with_other_words(tmp_path):
     model = Model(width=16, hidden=16, depth=1, heads=2, norm="un")
     run = Run(name="toy", task="g2p", data=str(write_pairs(tmp_path)), model=model, steps=1)
     words = reader(run.data)().vocabularies
     loaded = Loaded(run, build_model(run.task, run.model, words), words)
     (tmp_path / "train.source").write_text((tmp_path / "train.source").read_text().replace("a", "z"))
-    with pytest.raises(ValueError, match=r"the run toy has \d+ source words, the data now \d+ or others"):
-        calibrate_run(loaded)
-    for count in (0, 2, 10**12):
-        with pytest.raises(ValueError, match=r"batches must be at least 1 and at most the run's 1 steps"):
-            calibrate_run(loaded, count)
+    with pytest.raises(ValueError, match="source words"):
+        open_task(loaded)

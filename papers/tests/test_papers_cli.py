@@ -73,7 +73,7 @@ def test_overview_and_help_of_every_command(capsys):
     assert main(["--help"]) == 0
     overview = capsys.readouterr().out
     assert all(f"papers {name} " in overview for name in COMMANDS)
-    uses = [["use", name] for name in ("translate", "fold", "calibrate", "remove-norms")]
+    uses = [["use", name] for name in ("translate", "fold", "remove-norms")]
     for command in (*([name] for name in COMMANDS if name not in ("train", "use")), *uses):
         with pytest.raises(SystemExit) as ended:
             main([*command, "--help"])
@@ -163,11 +163,6 @@ def test_runs_are_used(demo, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", ["good\n", "b4d\n"])
     assert main(["use", "translate", str(demo / "un")]) == 2
     assert "line 2" in capsys.readouterr().err
-    assert main(["use", "calibrate", str(demo / "un"), "--batches", "2", "--out", str(tmp_path / "calibrated")]) == 0
-    before, after = (load(path).model.state_dict() for path in (demo / "un", tmp_path / "calibrated"))
-    changed = {name.rsplit(".", 1)[1] for name in before if not before[name].equal(after[name])}
-    assert changed
-    assert not changed & {"weight", "bias"}
 
 
 def test_reports_of_runs_rows_and_figures(demo, tmp_path, capsys):

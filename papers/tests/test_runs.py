@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from corpus_files import write_pairs
 from forked import Program
 from normkit_papers.data.corpora import CORPORA
 from normkit_papers.data.embedded import SOURCES
@@ -136,57 +137,35 @@ def test_the_last_checkpoints_are_kept_and_averaged(tmp_path):
     assert int(model.encoder.final_norm.step) == 12
 
 
-def test_a_new_run_removes_files_of_the_run_before_and_what_was_made_of_it(tmp_path):
-    train(dataclasses.replace(SMALL, checkpoint_every=4), tmp_path)
-    mine = ("mine.txt", "folded/notes.txt")
-    made = ("folded/run.json", "removal.json", "report.html")
-
-    def touch():
-        for name in (*mine, *made, "outputs/beam.txt"):
-            (tmp_path / name).parent.mkdir(exist_ok=True)
-            (tmp_path / name).touch()
-
-    touch()
-    (tmp_path / "result.json").unlink()
-    train(dataclasses.replace(SMALL, checkpoint_every=4), tmp_path, resume=True)
-    assert not any((tmp_path / name).exists() for name in made)
-    touch()
-
-    def die(progress):
-        if progress.stage == "training":
-            raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        train(dataclasses.replace(SMALL, seed=1), tmp_path, on_progress=die)
-    left = {path for path in tmp_path.rglob("*") if path.is_file() and path.parent.name != "tensorboard"}
-    assert left == {tmp_path / name for name in (*mine, "rows.csv", "run.json", "vocab.json")}
-    with pytest.raises(ValueError, match=r"model\.safetensors"):
-        load(tmp_path)
+@pytest.mark.parametrize(
+    "name", ["run.json", "checkpoints/epoch=3.ckpt", "model-00001-of-00002.safetensors", "notes.txt"]
+)
+def test_a_run_replaces_no_file(name, tmp_path):
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    path.write_text(SMALL.to_json())
+    with pytest.raises(ValueError, match="--resume"):
+        train(SMALL, tmp_path / "run")
+    if name != "run.json":
+        with pytest.raises(ValueError, match=re.escape(name.split("/")[0])):
+            train(SMALL, tmp_path / "run", resume=True)
+    assert [each.read_text() for each in tmp_path.rglob("*") if each.is_file()] == [SMALL.to_json()]
 
 
-@pytest.mark.parametrize("wrong", ["device", "data", "norm", "interrupted"])
-def test_run_that_cannot_start_changes_no_file(wrong, tmp_path, monkeypatch):
-    there = tmp_path / "run"
-    train(dataclasses.replace(SMALL, checkpoint_every=4), there)
-    before = {path: path.read_bytes() for path in there.rglob("*") if path.is_file()}
+@pytest.mark.parametrize("wrong", ["device", "data", "norm"])
+def test_a_run_that_cannot_start_leaves_no_folder(wrong, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    misaligned = tmp_path / "data"
-    misaligned.mkdir()
-    for split in ("train", "valid", "test"):
-        (misaligned / f"{split}.source").write_text("a b\n")
-        (misaligned / f"{split}.target").write_text("A\nB\n")
+    misaligned = write_pairs(tmp_path / "data", train_source="a b\n", train_target="A\nB\n")
     changes = {"device": {"device": "cuda"}, "data": {"data": str(misaligned)}}
     changes["norm"] = {"model": dataclasses.replace(TINY, norm="laier")}
     expected = {
         "device": pytest.raises(ValueError, match="--device cpu"),
         "data": pytest.raises(ValueError, match=r"train\.source"),
         "norm": pytest.raises(ValueError, match="named 'laier'"),
-        "interrupted": pytest.raises(KeyboardInterrupt),
     }
-    run = dataclasses.replace(SMALL, seed=1, **changes.get(wrong, {}))
     with expected[wrong]:
-        train(run, there, on_progress=lambda progress: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert {path: path.read_bytes() for path in there.rglob("*") if path.is_file()} == before
+        train(dataclasses.replace(SMALL, **changes[wrong]), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
@@ -276,21 +255,6 @@ def test_only_one_process_writes_a_folder(tmp_path):
     with locked(tmp_path):  # the lock of a process that was killed is free
         pass
     assert list(tmp_path.iterdir()) == []
-
-
-# -- damaged files ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name", ["checkpoints/epoch=3.ckpt", "model.safetensors", "model-00001-of-00002.safetensors", "vocab.json"]
-)
-def test_files_of_other_models_are_not_replaced(name, tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / name).write_text("mine")
-    for resume in (False, True):
-        with pytest.raises(ValueError, match=re.escape(name)):
-            train(DIGITS, tmp_path, resume=resume)
-    assert [path.read_text() for path in tmp_path.rglob("*") if path.is_file()] == ["mine"]
 
 
 # -- attention on a GPU ----------------------------------------------------------------------------------------------

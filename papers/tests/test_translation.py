@@ -14,7 +14,6 @@ from normkit_papers.data.vocab import PAD, Subwords
 from normkit_papers.models.config import Model
 from normkit_papers.models.mt import Seq2Seq
 from normkit_papers.recipes import RECIPES
-from normkit_papers.train import translation
 from normkit_papers.train.config import TranslationRun
 from normkit_papers.train.folder import load
 from normkit_papers.train.pairs import PairTable
@@ -209,28 +208,6 @@ def test_validation_uses_valid_items_and_bleu_all_sentences(corpus, monkeypatch)
     papers = [name for name, recipe in RECIPES.items() if recipe().task == "mt" and recipe().patience]
     assert len(papers) == 6
     assert all(RECIPES[name]().valid_items == 0 for name in papers), "stopping early rests on it"
-
-
-def full(*_):
-    raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-
-def test_beam_search_splits_batches_that_exceed_memory(corpus, tmp_path, monkeypatch):
-    whole = train(changed(corpus, steps=5), tmp_path / "whole")
-    search, sizes = translation.transcribe, []
-
-    def small(model, target, source, find):
-        if len(source) > 8:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
-        sizes.append(len(source))
-        return search(model, target, source, find)
-
-    monkeypatch.setattr(translation, "transcribe", small)
-    assert train(changed(corpus, steps=5), tmp_path / "halves")["scores"] == whole["scores"]
-    assert sizes == [7, 8, 7, 8] * 2
-    monkeypatch.setattr(MachineTranslation, "score", full)
-    with pytest.raises(ValueError, match="batches of 200 tokens"):
-        train(changed(corpus, steps=5), tmp_path / "full")
 
 
 def in_two_processes(run, folder):

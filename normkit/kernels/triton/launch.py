@@ -56,7 +56,7 @@ def sum_grid(channels: int) -> tuple[int]:
 
 
 def cdiv(a: int, b: int) -> int:
-    """Integer division `a / b`, rounded up."""
+    """Integer division `a / b`, rounded up; Triton's own has the type of a constant in a kernel."""
     return -(-a // b)
 
 

@@ -137,7 +137,7 @@ def row_backward(
 def row_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float, groups: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.row_norm`; compute y, and mean and factor of each row, `[2, rows, groups]`, in one launch."""
+    """As `reference.row_norm`; also return mean and factor of each row, `[2, rows, groups]`."""
     rows, channels, width = _sizes(x, groups)
     flat = as_rows(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)

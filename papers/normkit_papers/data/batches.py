@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from normkit_papers.data.vocab import PAD
 
@@ -59,17 +60,10 @@ def batches_of(
 ) -> list[np.ndarray]:
     """Return the examples of each batch of an epoch, every example once.
 
-    The examples are shuffled by seed and epoch. With bucketing, chunks of about 50 batches are then sorted by length,
-    in alternating direction, and the batches are shuffled again. Without, a batch is a random sample.
-
-    Args:
-        sizes: Lengths of the examples.
-        tokens: Largest sum of lengths in a batch, without padding; a batch has at least one example.
-        bucketing: Make batches of similar lengths, with little padding.
-        by: Sort by this instead of `sizes`. For pairs, `(source length, target length)` leaves less padding than their
-            sum (5 % against 10 % on cmudict).
-        seed: Seed of the run.
-        epoch: Number of the epoch.
+    The examples are shuffled by seed and epoch. With bucketing, chunks of about 50 batches are then sorted by `by`, or
+    by length, in alternating direction, and the batches are shuffled again. Without, a batch is a random sample. It
+    has at most `tokens` of length without padding, or one example. For pairs, sorting by `(source length, target
+    length)` leaves less padding than by their sum (5 % against 10 % on cmudict).
 
     Raises:
         ValueError: If there are no examples.
@@ -103,11 +97,7 @@ def endless(
 ) -> Iterator[Any]:
     """Yield batches without end: number `start`, `start + stride`, ....
 
-    Args:
-        epoch: Returns the examples of each batch of the n-th epoch.
-        collate: Makes a batch of its examples.
-        start: Number of the first batch.
-        stride: Distance to the next one; those between are not collated.
+    `epoch` returns the examples of each batch of the n-th epoch, `collate` makes a batch of its examples.
 
     >>> stream = endless(lambda epoch: [[2 * epoch], [2 * epoch + 1]], tuple, start=3)
     >>> next(stream), next(stream)
@@ -118,6 +108,20 @@ def endless(
         batches = epoch(number)
         yield from map(collate, batches[at::stride])
         at = at - len(batches) if at >= len(batches) else (at - len(batches)) % stride
+
+
+def load(dataset: Dataset, workers: int, **how: Any) -> Iterator[Any]:
+    """Yield what a DataLoader with `workers` processes reads.
+
+    Raises:
+        ValueError: If a worker raises one, with its message alone.
+    """
+    # without a generator of its own, the loader would draw from that of dropout
+    try:
+        yield from DataLoader(dataset, num_workers=workers, generator=torch.Generator(), **how)
+    except ValueError as error:
+        _, is_of_worker, trace = str(error).partition("Original Traceback")
+        raise ValueError(trace.strip().splitlines()[-1].partition(": ")[2]) if is_of_worker else error from None
 
 
 def pad(sequences: Sequence[Sequence[int]]) -> Tensor:

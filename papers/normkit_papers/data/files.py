@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gzip
 import importlib.resources
+import io
 import lzma
 import os
 import tarfile
@@ -30,16 +31,9 @@ def table(kind: Literal["text", "images", "detection"]) -> dict[str, dict[str, A
 
 
 def find(name: str, rows: Mapping[str, Any], what: str, lacking: Callable[[Any, Path], list[str]]) -> tuple[Any, Path]:
-    """Find the folder of a data set: one that a table has, or a folder of your own.
+    """Return the row of a data set and its folder, one of those that `NORMKIT_DATA` lists; or None and a folder.
 
-    Args:
-        name: A row of the table, whose folder is in one of those that `NORMKIT_DATA` lists; or a folder.
-        rows: The table.
-        what: What the table lists, for error messages.
-        lacking: Returns the files of a row that a folder lacks.
-
-    Returns:
-        The row, None for a folder of your own; and the folder.
+    `what` is what the table lists, for error messages; `lacking` returns the files of a row that a folder lacks.
 
     Raises:
         ValueError: If there is no such row and no such folder, or files are missing; then with their source.
@@ -80,8 +74,10 @@ def undamaged(path: Path) -> Iterator[None]:
     """Raise a ValueError with the file's name if the block finds the file damaged."""
     try:
         yield
+    except KeyError as error:
+        raise ValueError(f"{path} cannot be read: it lacks {error}, or names it without listing it") from None
     except (
-        EOFError, ValueError, gzip.BadGzipFile, lzma.LZMAError, tarfile.TarError, zlib.error, RecursionError
+        EOFError, ValueError, TypeError, gzip.BadGzipFile, lzma.LZMAError, tarfile.TarError, zlib.error, RecursionError
     ) as error:  # fmt: skip
         raise ValueError(f"{path} cannot be read: {error}; repair it or get it again") from None
 
@@ -92,23 +88,15 @@ def read_lines(path: Path) -> Iterator[str]:
     Raises:
         ValueError: If a line is not UTF-8 or has a byte 0 (UTF-16), or the file is damaged.
     """
-    with undamaged(path), open_bytes(path) as file:
-        for number, raw in enumerate(file, 1):
-            try:
-                text = raw.decode("utf-8-sig" if number == 1 else "utf8")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"line {number} is not UTF-8 ({error.reason})") from None
+    with undamaged(path), io.TextIOWrapper(open_bytes(path), "utf-8-sig", newline="\n") as file:
+        for number, text in enumerate(file, 1):
             if "\0" in text:
                 raise ValueError(f"line {number} has a byte 0, so it is UTF-16 or damaged; convert it to UTF-8")
             yield text.removesuffix("\n").removesuffix("\r")
 
 
 def read_pairs(paths: Sequence[Path], columns: Sequence[int] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield pairs of text, with single spaces between words.
-
-    Args:
-        paths: A file of sources and one of targets, or a table.
-        columns: Columns of source and target in the table, which tabs separate; counted from 0.
+    """Yield pairs of text, with single spaces between words: of two files, or of two `columns` of a table with tabs.
 
     Raises:
         ValueError: If one file has more lines than the other, or a line lacks a column or is blank.

@@ -34,17 +34,12 @@ LABELS = ("label", "fine_label", "cls", "json")  # names of columns with classes
 Splits = dict[str, "ImageSplit"]
 
 
-class Broken(ValueError):
-    """An image that cannot be read; the message has its name and the reason."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageSet:
     """A row of the table of images; `corpora.toml` explains its keys."""
 
     name: str
     folders: Sequence[str] = ()
-    classes: int
     train: int
     test: int
     mean: tuple[float, float, float]
@@ -57,12 +52,9 @@ IMAGE_SETS: dict[str, ImageSet] = {name: ImageSet(**row) for name, row in table(
 
 
 class ImageSplit:
-    """Images and their classes; an image is decoded when it is used.
+    """Images and their classes `[n]`; an image is decoded when it is used.
 
-    Args:
-        items: For each image its pixels `[height, width, 3]`, or a dict with its "bytes" or, if None, its "path".
-        labels: Class of each image `[n]`.
-        origin: Source of the images, for error messages.
+    `items` has for each image its pixels `[height, width, 3]`, or a dict with its "bytes" or, if None, its "path".
 
     >>> decode(ImageSplit(np.zeros((2, 4, 6, 3), np.uint8), np.array([0, 1])), 1).size
     (6, 4)
@@ -86,11 +78,10 @@ class ImageSplit:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageData(Data):
-    """A data set of images, an `ImageSplit` per split; `notes` lists deviations from the table."""
+    """A data set of images, an `ImageSplit` per split; its name has deviations from the table."""
 
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
-    notes: tuple[str, ...] = ()
 
 
 def find_images(name: str) -> tuple[ImageSet | None, Path]:
@@ -105,11 +96,8 @@ def find_images(name: str) -> tuple[ImageSet | None, Path]:
 def read_images(name: str, *, held_out: int = 0, on_stage: OnStage = lambda stage: None) -> ImageData:
     """List the images of a data set and their classes; files are decoded when they are used.
 
-    Args:
-        name: A row of IMAGE_SETS, or a folder.
-        held_out: Training images, always the same, that make the validation split; 0 uses the data set's own, or else
-            the test split.
-        on_stage: Called with a description of each stage.
+    `held_out` training images, always the same, make the validation split; 0 uses the data set's own, or else the test
+    split.
 
     Raises:
         ValueError: If the data set is missing or damaged.
@@ -122,28 +110,25 @@ def read_images(name: str, *, held_out: int = 0, on_stage: OnStage = lambda stag
             raise ValueError(f"the {split} split of {folder} needs images with classes from 0 to {len(classes) - 1}")
     train, test = splits["train"], splits["test"]
     valid = splits.get("valid", test)
-    notes = []
+    label = folder.name
     if row is not None:
-        found = {"classes": len(classes), "train images": len(train.labels), "test images": len(test.labels)}
-        notes = [
-            f"{folder} has {found[what]:,} {what}, {row.name} has {count:,}; get it from {row.origin}"
-            for what, count in zip(found, (row.classes, row.train, row.test), strict=True)
-            if found[what] != count
-        ]
+        counts = ((len(train.labels), row.train, "training"), (len(test.labels), row.test, "test"))
+        remarks = [f"{found:,} of {count:,} {what} images" for found, count, what in counts if found != count]
+        label = f"{row.name} ({', '.join(remarks)})" if remarks else row.name
     if held_out:
         if held_out >= (count := len(train.labels)):
             raise ValueError(f"images.held_out must be below the {count:,} training images; got {held_out}")
         order = np.random.default_rng(0).permutation(count)
         valid, train = train.take(np.sort(order[:held_out])), train.take(np.sort(order[held_out:]))
-    known, label = row or IMAGE_SETS["imagenet"], row.name if row else folder.name
+    known = row or IMAGE_SETS["imagenet"]
     return ImageData(
         name=label, train=train, valid=valid, test=test, vocabularies={"classes": Vocab(classes)},
-        mean=known.mean, std=known.std, notes=tuple(notes),
+        mean=known.mean, std=known.std,
     )  # fmt: skip
 
 
 def decode(split: ImageSplit, item: int, least: int = 0) -> Any:
-    """Decode an image to PIL in RGB; `Broken` if it cannot be read.
+    """Decode an image to PIL in RGB; ValueError if it cannot be read.
 
     With `least`, a JPEG is decoded at a half, a fourth or an eighth of its size if both sides keep `least` pixels,
     which is faster.
@@ -170,15 +155,15 @@ def to_rgb(image: Any) -> Any:
 
 @contextlib.contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Raise `Broken` if the image of this name cannot be read in the block."""
+    """Raise a ValueError if the image of this name cannot be read in the block."""
     from PIL import Image, UnidentifiedImageError
 
     try:
         yield
     except UnidentifiedImageError:  # its message has a memory address
-        raise Broken(f"{name} cannot be read: it is not an image of a known format") from None
+        raise ValueError(f"{name} cannot be read: it is not an image of a known format") from None
     except (OSError, TypeError, ValueError, SyntaxError, NotImplementedError, Image.DecompressionBombError) as error:
-        raise Broken(f"{name} cannot be read: {error}") from None
+        raise ValueError(f"{name} cannot be read: {error}") from None
 
 
 def image_batches(split: ImageSplit, size: int, *, seed: int = 0, epoch: int = 0) -> list[np.ndarray]:

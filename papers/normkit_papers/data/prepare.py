@@ -53,16 +53,9 @@ class Parallel(Data):
 def prepare(
     located: Located, *, subwords: int = 0, share: bool = False, on_stage: OnStage = lambda stage: None
 ) -> Parallel | Text:
-    """Encode a corpus, or map its arrays from the cache.
+    """Encode a corpus, or map its arrays from the cache: a `Parallel`, or a `Text` for running text.
 
-    Args:
-        located: The corpus and its files.
-        subwords: Size of each vocabulary; 0 uses the corpus' own.
-        share: Learn one vocabulary of both sides.
-        on_stage: Called with a description of each stage.
-
-    Returns:
-        A `Parallel`, or a `Text` for running text.
+    `subwords` is the size of each vocabulary, 0 for the corpus' own; with `share` both sides have one.
 
     Raises:
         ValueError: If a file is not the one in the table of corpora, is misaligned, not UTF-8 or has a blank side, or

@@ -6,7 +6,7 @@ import functools
 import io
 import json
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from normkit._util import truncate
 from normkit_papers.data import Data
 from normkit_papers.data.files import find, find_file, open_bytes, table, undamaged
-from normkit_papers.data.images import Broken, reading, to_rgb
+from normkit_papers.data.images import reading, to_rgb
 from normkit_papers.data.vocab import Vocab
 
 LEAST = 0.01  # pixels: minimum side of a box, so that its corners differ in float32
-KEYS = {
-    "images": ("id", "file_name", "height", "width"),
-    "annotations": ("image_id", "category_id", "bbox"),
-    "categories": ("id", "name"),
-}
-"""Keys that each list of the JSON needs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +54,7 @@ class ImageFiles:
         return (self.path / name).is_file() if self.members is None else name in self.members
 
     def read(self, name: str) -> Tensor:
-        """Read an image as uint8 RGB `[3, height, width]`; `Broken` if it cannot be read."""
+        """Read an image as uint8 RGB `[3, height, width]`; ValueError if it cannot be read."""
         from PIL import Image
 
         with reading(name):
@@ -101,7 +96,7 @@ class Scenes:
     categories: dict[int, str]
     """COCO's numbers of the categories and their names; labels number these from 1."""
     counts: dict[str, int]
-    """Numbers of images and boxes, and of crowds and what was left out, by reason."""
+    """Numbers of images and boxes, of crowds, and of what was left out."""
 
     def __len__(self) -> int:
         return len(self.scenes)
@@ -112,12 +107,12 @@ class Scenes:
         return all(outline is not None for scene in self.scenes for outline in scene.outlines)
 
     def image(self, index: int) -> Tensor:
-        """Read an image as uint8 `[3, height, width]`; `Broken` if it is damaged or of another size than listed."""
+        """Read an image as uint8 `[3, height, width]`; ValueError if it is damaged or of another size."""
         scene = self.scenes[index]
         image = self.files.read(scene.file)
         if image.shape[1:] != (scene.height, scene.width):
             found = f"{image.shape[2]} x {image.shape[1]}"
-            raise Broken(f"{scene.file} is {found} pixels, but listed as {scene.width} x {scene.height}")
+            raise ValueError(f"{scene.file} is {found} pixels, but listed as {scene.width} x {scene.height}")
         return image
 
     def objects(self, index: int, masks: bool) -> dict[str, Tensor]:
@@ -184,9 +179,9 @@ def _read(row: SceneSet, folder: Path) -> SceneData:
 
 
 def read_scenes(path: Path, files: ImageFiles, empty: bool = True) -> Scenes:
-    """Read COCO's JSON, and check everything except pixel data.
+    """Read COCO's JSON.
 
-    Missing images and unusable boxes are left out and counted. Crowds (`iscrowd`) are for scores alone, which ignore
+    Boxes without area in their image are left out and counted. Crowds (`iscrowd`) are for scores alone, which ignore
     boxes there.
 
     Args:
@@ -195,107 +190,63 @@ def read_scenes(path: Path, files: ImageFiles, empty: bool = True) -> Scenes:
         empty: Keep images without objects, from which a detector learns little.
 
     Raises:
-        ValueError: If the file is not COCO's JSON, contradicts itself, or has no usable image.
+        ValueError: If the file is not COCO's JSON, contradicts itself, or lists an image that is missing.
     """
-    images, by_image, categories = _parse(path)
-    labels = {category: label for label, category in enumerate(categories, 1)}
-    left_out: collections.Counter[str] = collections.Counter()
-    scenes = []
-    for image in images.values():
-        if image["file_name"] not in files:
-            left_out["missing images"] += 1
-            continue
-        height, width = image["height"], image["width"]
-        usable = []
-        for row in by_image[image["id"]]:
-            corners, drawn = _corners(row["bbox"], height, width), row.get("segmentation")
-            outline = _run_lengths(drawn, height, width) if drawn else None
-            if corners is None:
-                left_out["boxes without area in their image"] += 1
-            elif drawn and outline is None:
-                left_out["outlines that cannot be drawn"] += 1
-            else:
-                usable.append((row, corners, outline))
-        crowds = torch.tensor([bool(row.get("iscrowd")) for row, _, _ in usable], dtype=torch.long)
-        left_out["crowds"] += int(crowds.sum())
-        if len(crowds) == crowds.sum() and not empty:
-            left_out["images without boxes"] += 1
-            continue
-        areas = [row["area"] if _are_numbers([row.get("area")], 1e14) else (c[2] - c[0]) * (c[3] - c[1])
-                 for row, c, _ in usable]  # fmt: skip
-        scenes.append(Scene(
-            image["file_name"], height, width, torch.tensor([c for _, c, _ in usable]).float().view(-1, 4),
-            torch.tensor([labels[row["category_id"]] for row, _, _ in usable], dtype=torch.long),
-            tuple(_box(c, height, width) if row.get("iscrowd") and not drawn else drawn for row, c, drawn in usable),
-            crowds, torch.tensor(areas, dtype=torch.float64),
-        ))  # fmt: skip
-    left_out = +left_out  # without zeros
-    if not scenes:
-        raise ValueError(f"{path} has no usable image; left out: {dict(left_out)}")
-    boxes = sum(int((scene.crowds == 0).sum()) for scene in scenes)
-    return Scenes(tuple(scenes), files, categories, {"images": len(scenes), "boxes": boxes, **left_out})
-
-
-def _parse(path: Path) -> tuple[dict[int, Any], dict[int, list[Any]], dict[int, str]]:
-    """Return images, their annotations and the names of categories, by number."""
-    with undamaged(path), open_bytes(path) as file:
-        given = json.load(file)
-        for part, keys in KEYS.items():
-            rows = given.get(part) if isinstance(given, dict) else None
-            if not isinstance(rows, list) or not all(isinstance(row, dict) and {*keys} <= row.keys() for row in rows):
-                raise ValueError(f"COCO's JSON has a list {part!r} of objects with {', '.join(keys)}")
-        categories = {row["id"]: str(row["name"]) for row in sorted(given["categories"], key=lambda row: row["id"])}
+    with undamaged(path):
+        with open_bytes(path) as file:
+            given = json.load(file)
+        categories = {row["id"]: row["name"] for row in sorted(given["categories"], key=lambda row: row["id"])}
         images = {row["id"]: row for row in given["images"]}
-        if len({*categories.values()}) < len(given["categories"]) or len(images) < len(given["images"]):
-            raise ValueError("two categories or two images have the same number or name")
-        by_image: dict[int, list[Any]] = {number: [] for number in images}
+        if len(categories) < len(given["categories"]) or len(images) < len(given["images"]):
+            raise ValueError("two categories or two images have the same number")
+        if missing := [row["file_name"] for row in given["images"] if row["file_name"] not in files]:
+            raise ValueError(f"{files.path} lacks {', '.join(truncate(missing))}")
+        labels = {category: label for label, category in enumerate(categories, 1)}
+        objects: dict[int, list[tuple[Any, ...]]] = {number: [] for number in images}
         for row in given["annotations"]:
-            if row["image_id"] not in images or row["category_id"] not in categories:
-                raise ValueError(f"an annotation has an image or a category that is not listed: {row}")
-            by_image[row["image_id"]].append(row)
-    return images, by_image, categories
+            height, width = (images[row["image_id"]][side] for side in ("height", "width"))
+            corners = _corners(row["bbox"], height, width)
+            crowd, area = row.get("iscrowd", 0), row.get("area") or row["bbox"][2] * row["bbox"][3]
+            outline = _run_lengths(row.get("segmentation"), height, width)
+            objects[row["image_id"]].append((corners, labels[row["category_id"]], outline, crowd, area))
+    scenes, counts = [], collections.Counter[str]()
+    for number, image in images.items():
+        usable = [row for row in objects[number] if row[0] is not None]
+        counts["boxes without area in their image"] += len(objects[number]) - len(usable)
+        counts["crowds"] += (crowds := sum(row[3] for row in usable))
+        if len(usable) == crowds and not empty:
+            counts["images without boxes"] += 1
+            continue
+        counts["boxes"] += len(usable) - crowds
+        boxes, kinds, outlines, is_crowd, areas = zip(*usable, strict=True) if usable else ((),) * 5
+        scenes.append(Scene(
+            image["file_name"], image["height"], image["width"], torch.tensor(boxes).float().view(-1, 4),
+            torch.tensor(kinds, dtype=torch.long), outlines, torch.tensor(is_crowd, dtype=torch.long),
+            torch.tensor(areas, dtype=torch.float64),
+        ))  # fmt: skip
+    if not scenes:
+        raise ValueError(f"{path} has no image with a box")
+    return Scenes(tuple(scenes), files, categories, {"images": len(scenes), **+counts})
 
 
-def _corners(box: Any, height: int, width: int) -> tuple[float, float, float, float] | None:
+def _corners(box: Sequence[float], height: int, width: int) -> tuple[float, ...] | None:
     """Return the corners of a box (x, y, width, height) inside its image; None if it has no area there."""
-    if not (isinstance(box, list) and len(box) == 4 and _are_numbers(box)):
-        return None
     x, y, w, h = box
     corners = max(x, 0.0), max(y, 0.0), min(x + w, width), min(y + h, height)
     return corners if corners[2] - corners[0] >= LEAST and corners[3] - corners[1] >= LEAST else None
 
 
-def _are_numbers(values: list[Any], most: float = 1e7) -> bool:
-    """Return True for finite numbers of limited size."""
-    return all(type(value) in (int, float) and abs(value) <= most for value in values)
-
-
 def _run_lengths(outline: Any, height: int, width: int) -> Any:
-    """Return polygons near the image, or run lengths that add up to its size, as compressed run lengths, else None.
-
-    pycocotools does not check its input: another outline can crash the process.
-    """
+    """Return polygons, or run lengths, as compressed run lengths; None if there is no outline."""
     from pycocotools import mask
 
     tools: Any = mask
-    if isinstance(outline, list):
-        rings = all(isinstance(ring, list) and len(ring) >= 6 and len(ring) % 2 == 0 for ring in outline)
-        near = rings and all(_are_numbers(ring, 2 * max(height, width)) for ring in outline)
-        return tools.merge(tools.frPyObjects(outline, height, width)) if near else None
-    if not isinstance(outline, dict) or outline.get("size") != [height, width]:
+    if not outline:
         return None
-    counts = outline.get("counts")
-    if isinstance(counts, list):
-        whole = all(type(n) is int and n >= 0 for n in counts) and sum(counts) == height * width
-        return tools.frPyObjects(outline, height, width) if whole else None
-    try:
-        again = tools.encode(np.asfortranarray(tools.decode(outline)))
-    except (TypeError, ValueError):
-        return None
-    return again if again["counts"].decode() == counts else None  # for too few, pycocotools adds random ones
-
-
-def _box(corners: tuple[float, float, float, float], height: int, width: int) -> Any:
-    """Return a box as an outline, for a crowd without one."""
-    left, top, right, bottom = corners
-    return _run_lengths([[left, top, right, top, right, bottom, left, bottom]], height, width)
+    if isinstance(outline, list):  # pycocotools would take fewer numbers for a box
+        if any(len(ring) < 6 for ring in outline):
+            raise ValueError(f"a polygon needs at least three corners; got {outline}")
+        return tools.merge(tools.frPyObjects(outline, height, width))
+    if outline["size"] != [height, width]:
+        raise ValueError(f"run lengths of size {outline['size']} do not fit an image of {[height, width]}")
+    return tools.frPyObjects(outline, height, width) if isinstance(outline["counts"], list) else outline

@@ -43,14 +43,10 @@ class Attention(nn.Module):
     def mix(
         self, x: Tensor, past: tuple[Tensor, ...] | None, real: Tensor | None, mask: Tensor | None, causal: bool
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Mix the tokens of `x`; the blocks in place of attention have this method, too.
+        """Mix the tokens of `x [batch, time, width]`; the blocks in place of attention have this method, too.
 
-        Args:
-            x: The tokens, `[batch, time, width]`, after those of `past`.
-            past: What the call for the tokens before returned, () at the first tokens; None if nothing is kept.
-            real: True for real tokens, `[batch, time]`.
-            mask: Allowed attention.
-            causal: Read earlier tokens only.
+        `past` is what the call for the tokens before returned, () at the first tokens, None if nothing is kept; `real`
+        is True for real tokens, `[batch, time]`; `mask` is the allowed attention.
 
         Returns:
             The output, and what the call for the next tokens takes as `past`: keys, rotated or not, and values.
@@ -149,17 +145,10 @@ class Layer(nn.Module):
         cache: Cache | None = None,
         name: str = "",
     ) -> Tensor:
-        """Compute the layer.
+        """Compute the layer of `x [batch, time, width]`; masks are True where tokens are real, or attention is allowed.
 
-        Args:
-            x: `[batch, time, width]`; several rows in succession may share one of `memory`, as hypotheses of a beam.
-            real: Mask of real tokens for the norms, `[batch, time]`.
-            mask: Allowed self-attention.
-            causal: Attend to earlier tokens only.
-            memory: Output of the encoder.
-            memory_mask: Allowed attention to the memory.
-            cache: Keys and values of earlier tokens, updated in place.
-            name: Key of this layer in the cache.
+        Several rows of `x` in succession may share one of `memory`, as hypotheses of a beam. The cache, with keys and
+        values of earlier tokens by the name of the layer, is updated in place.
         """
 
         def mix(y: Tensor) -> Tensor:

@@ -3,14 +3,15 @@
 from typing import Annotated, Literal
 
 from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from normkit._util import require
-from normkit_papers.fields import Below1, Natural, Size, settings
+from normkit_papers.fields import CHECKED, Below1, Natural, Size
 
 Depth = Annotated[int, Field(ge=1, le=10_000)]
 
 
-@settings
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class Model:
     """Sizes, norms and dropout of a model.
 

@@ -14,10 +14,8 @@ class RelativeAttention(nn.Module):
     """Causal attention by content and distance, also to the words before a segment.
 
     The score of word i for word j is `((q_i + a) k_j + (q_i + b) W r_(i-j)) / sqrt(d)` (section 3.3), with sines and
-    cosines `r` of the distance, and `a`, `b` for each head. No word attends to later ones.
-
-    Attributes:
-        memory: Number of words that the next segment remembers, in training and at inference.
+    cosines `r` of the distance, and `a`, `b` for each head. No word attends to later ones. `memory` are the numbers of
+    words that the next segment remembers, in training and at inference.
 
     >>> block = RelativeAttention(width=6, heads=2, dropout=0.0)
     >>> segment, before = torch.zeros(2, 3, 6), torch.zeros(2, 5, 6)
@@ -77,12 +75,6 @@ class Convolution(nn.Module):
     weights, a softmax over the `kernel` positions of a linear function of the token at hand. Dropout of these weights
     is DropConnect. Positions outside of the sentence, and padding, are zeros, as in fairseq.
 
-    Args:
-        width: Channels.
-        heads: Groups of channels with weights of their own.
-        kernel: Positions in a sum, an odd number.
-        dropout: Fraction of weights that a training step sets to zero.
-
     >>> Convolution(8, heads=2, kernel=3, dropout=0.1)(torch.zeros(2, 5, 8))[0].shape
     torch.Size([2, 5, 8])
     """
@@ -104,13 +96,7 @@ class Convolution(nn.Module):
     def forward(
         self, x: Tensor, real: Tensor | None = None, causal: bool = False, past: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Convolve over time.
-
-        Args:
-            x: `[batch, time, width]`.
-            real: True at tokens that are no padding, `[batch, time]`.
-            causal: Sum over a token and earlier ones; by default the token is in the middle.
-            past: What an earlier call returned for the tokens before `x`.
+        """Convolve `x [batch, time, width]` over time: a token and earlier ones, or with the token in the middle.
 
         Returns:
             The output, and what a causal call for the next tokens takes as `past`.

@@ -22,7 +22,7 @@ WORDS = 64  # words that are decoded together for timing
 FOLDED = "folded"  # folder of the folded model, in that of its run
 
 
-def runs(norms: Sequence[str], out: Path, steps: int, seed: int = 0, bucketing: bool = True) -> dict[Path, Run]:
+def runs(norms: Sequence[str], out: Path, steps: int, seed: int = 0) -> dict[Path, Run]:
     """Make the runs of the demo by folder, one per norm spec.
 
     `scale` comes with FixNorm. Statistics end their warm-up by drift, unless the spec sets `warmup`.
@@ -45,7 +45,7 @@ def runs(norms: Sequence[str], out: Path, steps: int, seed: int = 0, bucketing: 
         name = f"{spec} + FixNorm" if fixnorm else spec
         found[folder] = dataclasses.replace(
             recipe, name=name, model=model, steps=steps, warmup=tenth, valid_every=tenth, checkpoint_every=0,
-            record_every=max(1, steps // 200), bucketing=bucketing, seed=seed, device="cpu",
+            record_every=max(1, steps // 200), seed=seed, device="cpu",
         )  # fmt: skip
     if not found:
         raise ValueError("no norm is given; give some, as in --norms layer un")
@@ -95,13 +95,7 @@ def _time(models: Mapping[Path, Any], rounds: int) -> tuple[dict[Path, float], s
 
 @torch.no_grad()
 def decode_along(model: Any, source: Tensor, target: Tensor) -> None:
-    """Decode step by step with a cache, along `target`, so that all models do the same work.
-
-    Args:
-        model: A Seq2Seq.
-        source: Symbols, `[batch, time]`.
-        target: Symbols that the decoder is given, `[batch, time]`.
-    """
+    """Decode `source [batch, time]` step by step along `target [batch, time]`, so that all models do the same work."""
     memory, real = model.encode(source)
     cache: dict = {}
     for step in range(target.shape[1]):

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from normkit._util import write_whole
-from normkit.watch.row_files import FILE as ROWS
-from normkit.watch.row_files import read_run
+from normkit.watch.rows import FILE as ROWS
+from normkit.watch.rows import read_run
 from normkit_papers import results
 from normkit_papers.metrics import STUDY_METRICS, validation_metrics
 from normkit_papers.study import Cell, Study, expand, seeds

@@ -30,7 +30,6 @@ from normkit_papers.study import Study, expand, seeded
 from normkit_papers.train.config import Run
 from normkit_papers.train.folder import Locked, differences
 
-RETRIES = 3  # how often training goes on after a process was killed, as when memory runs out
 REFRESH = 0.5  # seconds between two readings of the notes
 LOCAL_MEMORY = 100 * 2**20  # bytes that a local Ray reserves for results; ours are small
 ENVIRONMENT = {
@@ -53,15 +52,9 @@ def train_all(
     on_end: Callable[[Path, str], object] = lambda folder, status: None,
     console: Console | None = None,
 ) -> dict[Path, str]:
-    """Train all runs, in their order, and show one progress display.
+    """Train all runs, in their order, in processes here or on a Ray cluster, and show one progress display.
 
-    Args:
-        runs: The runs by folder; on a cluster, all machines must see the folders.
-        command: Command line to repeat the runs, for their results.
-        processes: Runs at the same time on this machine.
-        ray: Address of a Ray cluster to train on instead.
-        on_end: Called with folder and status of each run as it ends.
-        console: Where to show the progress.
+    All machines of a cluster must see the folders. `on_end` is called with folder and status of each run as it ends.
 
     Returns:
         The status of each run that ended: "done", "diverged at step N", "failed: ...", "left out: ...".
@@ -75,25 +68,13 @@ def train_all(
     with Display(console or Console(), len(runs), shared, on_end) as display:
         for kind in kinds.values():
             with _backend(next(iter(kind.values())), processes, ray) as jobs:
-                _train_kind(kind, command, jobs, display)
+                calls = [joblib.delayed(train_one)(run, folder, command, display.notes) for folder, run in kind.items()]
+                try:
+                    joblib.Parallel(jobs, batch_size=1, pre_dispatch=jobs)(calls)  # pyright: ignore[reportArgumentType]
+                except TerminatedWorkerError:
+                    raise ValueError("a process was killed, as when memory runs out; the same command again continues, "
+                                     "perhaps with fewer --processes") from None  # fmt: skip
     return {folder: display.ended[folder] for folder in runs if folder in display.ended}
-
-
-def _train_kind(runs: Runs, command: str, jobs: int, display: "Display") -> None:
-    """Train runs of equal needs; those that have not ended start again after a process was killed."""
-    for attempt in range(RETRIES + 1):
-        left = {folder: run for folder, run in runs.items() if folder not in display.ended}
-        calls = [joblib.delayed(train_one)(run, folder, command, display.notes) for folder, run in left.items()]
-        try:
-            joblib.Parallel(jobs, batch_size=1, pre_dispatch=jobs)(calls)  # pyright: ignore[reportArgumentType]
-            return
-        except TerminatedWorkerError:
-            display.follow()
-            if attempt == RETRIES:
-                raise ValueError(
-                    f"a process was killed {attempt + 1} times, as when memory runs out; take fewer --processes"
-                ) from None
-            display.console.print("a process was killed, as when memory runs out; the others start again")
 
 
 def train_one(run: Run, folder: Path, command: str, notes: Path) -> None:
@@ -115,9 +96,9 @@ def train_one(run: Run, folder: Path, command: str, notes: Path) -> None:
 
     try:
         if not is_finished(folder, run):
+            (folder / FAILURE).unlink(missing_ok=True)
             _on_devices(run, folder, command, on_progress)
         status = results.read(folder)["status"]
-        (folder / FAILURE).unlink(missing_ok=True)
     except Locked as error:  # another command trains it
         status = f"left out: {error}"
     except Exception as error:
@@ -220,11 +201,8 @@ def progress_bars(console: Console) -> Progress:
 class Display:
     """One progress display of many runs: a bar for all, and one for each run in training.
 
-    Workers write notes into files, which a thread follows: so it is the same for processes, Ray, and this process.
-
-    Attributes:
-        notes: Folder of the notes, which all workers see.
-        ended: Status of each run that has ended, by its folder.
+    Workers write notes into files in `notes`, which a thread follows: so it is the same for processes, Ray, and this
+    process. `ended` has the status of each run that has ended.
     """
 
     def __init__(self, console: Console, total: int, shared: Path, on_end: Callable[[Path, str], object]):
@@ -273,12 +251,9 @@ class Display:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Runs of studies that are left to train.
+    """Runs of studies that are left to train, the number of those that have ended, and why runs are left out, by data.
 
-    Attributes:
-        todo: Runs by folder, in the order of training; runs that several studies share stand once.
-        finished: Number of runs that have ended already.
-        missing: Why runs are left out, by the name of their data.
+    Runs that several studies share stand once.
     """
 
     todo: dict[Path, Run]
@@ -289,12 +264,7 @@ class Plan:
 def plan(studies: Sequence[Study], scale: str, out: Path, seeds: int | None = None, only: Sequence[str] = ()) -> Plan:
     """List the runs that are left to train, seed by seed: all rows of a table appear early.
 
-    Args:
-        studies: The studies.
-        scale: Scale of the runs.
-        out: Folder of the runs.
-        seeds: Runs of each cell; None for each study's own number.
-        only: Rows to train, by label or norm; empty for all.
+    `seeds` is the number of runs of each cell, None for that of the study; `only` has rows to train, as for `expand`.
 
     Raises:
         ValueError: If a folder holds a run with other settings.
@@ -318,18 +288,9 @@ def plan(studies: Sequence[Study], scale: str, out: Path, seeds: int | None = No
 def run_studies(
     studies: Sequence[Study], scale: str, out: Path, chosen: Plan, command: str, **how: Any
 ) -> dict[Path, str]:
-    """Train the runs of a plan; after each, write the rows of the studies that show it into `out/STUDY.csv`.
+    """Train the runs of a plan, and return their status; `how` are further arguments of `train_all`.
 
-    Args:
-        studies: The studies.
-        scale: Scale of the runs.
-        out: Folder of the runs and of the CSV files.
-        chosen: What `plan` returned.
-        command: Command line, for the results.
-        how: Further arguments of `train_all`.
-
-    Returns:
-        The status of each run that ended.
+    After each run, the rows of the studies that show it are written into `out/STUDY.csv`.
     """
     shown_by = {study.id: {out / cell.folder for cell in expand(study, scale)} for study in studies}
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from normkit.watch.row_files import FILE, Appender, read_run
+from normkit.watch.rows import FILE, Appender, read_run
 from normkit_papers import results
 from normkit_papers.cka import cka
 from normkit_papers.study import Study, expand, seeds

@@ -9,11 +9,12 @@ import json
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from normkit._util import pick, require
 from normkit.norms import parse
 from normkit.watch.quantities import choose
-from normkit_papers.fields import Below1, Count, Fraction, Natural, NotNegative, Positive, explain, settings
+from normkit_papers.fields import CHECKED, Below1, Count, Fraction, Natural, NotNegative, Positive, explain
 from normkit_papers.models.config import Model
 
 OF_SOME_TASKS = (
@@ -24,7 +25,7 @@ OF_SOME_TASKS = (
 _WORDS = ("fixnorm", "tie", "word_dropout", "decoder_depth")
 
 
-@settings
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class Images:
     """Augmentation of training images, and the view of an image at inference."""
 
@@ -55,7 +56,7 @@ class Images:
     """Memory format of images and kernels, faster for convolutions on GPUs."""
 
 
-@settings
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class Run:
     """Settings of every task; `Run(task="lm", ...)` makes those of that task, a `LanguageRun`."""
 
@@ -222,7 +223,7 @@ class Run:
             raise ValueError(f"not the settings of a run of this version: {explain(error)}") from None
 
 
-@settings
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class PairRun(Run):
     """Settings of the tasks that rewrite a sequence as another one."""
 
@@ -245,14 +246,14 @@ class PairRun(Run):
     """Pairs of the test split to score, evenly spaced; 0: all."""
 
 
-@settings
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class G2PRun(PairRun):
     """Spelling to sound."""
 
     task: Literal["g2p"] = "g2p"
 
 
-@settings
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class TranslationRun(PairRun):
     """Translation of text in subwords."""
 
@@ -265,7 +266,7 @@ class TranslationRun(PairRun):
     """Translate in each validation; BLEU instead of the loss then decides what is best."""
 
 
-@settings
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class LanguageRun(Run):
     """Language modelling."""
 
@@ -293,14 +294,14 @@ class LanguageRun(Run):
                 require(not value, name, value, "0 for model.arch=lstm, which has no norms")
 
 
-@settings
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class DigitsRun(Run):
     """Classification of the digits of scikit-learn."""
 
     task: Literal["digits"] = "digits"
 
 
-@settings
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class ImageRun(Run):
     """Image classification, from scratch or by fine-tuning."""
 
@@ -325,7 +326,7 @@ class ImageRun(Run):
         require(not (self.ema and self.strategy == "fsdp2"), "ema", self.ema, whole)
 
 
-@settings
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class DetectionRun(Run):
     """Object detection."""
 

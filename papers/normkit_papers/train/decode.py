@@ -38,18 +38,8 @@ def beam(
 
     The penalty is `((offset + length) / (offset + 1)) ** length_penalty`, over all symbols and the end. A sentence
     leaves the batch when no hypothesis can exceed its best finished one. If none has ended within `max_length`, the
-    best unfinished one is returned.
-
-    Args:
-        model: The model.
-        source: `[batch, time]`.
-        max_length: Longest output, one number for all sentences or one for each.
-        width: Hypotheses for each sentence.
-        length_penalty: Exponent; 0 compares plain probabilities.
-        length_offset: 5 as Wu et al. 2016, Eq. 14; 0 as fairseq.
-
-    Returns:
-        Sequences and their scores.
+    best unfinished one is returned. `max_length` is one number for all sentences of `source [batch, time]`, or one for
+    each; the offset is 5 in Wu et al. 2016, Eq. 14, and 0 in fairseq.
     """
     limit = torch.as_tensor(max_length, device=source.device).expand(len(source))
     found = torch.full((len(source), int(limit.max())), EOS, device=source.device)

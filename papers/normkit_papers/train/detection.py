@@ -1,13 +1,13 @@
 """Object detection and instance segmentation: boxes and masks; batches, also read in worker processes."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from normkit_papers.data.batches import batches_of, endless
+from normkit_papers.data.batches import batches_of, endless, load
 from normkit_papers.data.scenes import Scenes
 from normkit_papers.models.detection import DETECTORS, Detector
 from normkit_papers.models.torchvision_ops import load_torchvision, torchvision_operators
@@ -29,29 +29,13 @@ class Item(NamedTuple):
 
 
 class Samples(Dataset):
-    """Images and targets by number, with error messages of images that cannot be decoded.
-
-    The augmentation depends on seed, epoch and number only. With augmentation, the next image replaces one that cannot
-    be decoded; without, for scoring, the sample is None.
-    """
+    """Images and targets by number; their augmentation depends on seed, epoch and number only."""
 
     def __init__(self, scenes: Scenes, *, masks: bool, augment: Callable | None, seed: int = 0):
         self.scenes, self.masks, self.augment, self.seed = scenes, masks, augment, seed
 
-    def __getitem__(self, item: Item) -> tuple[tuple[Tensor, Target] | None, list[str]]:
-        broken: list[str] = []
-        for further in range(len(self.scenes) if self.augment is not None else 1):
-            index = (item.at + further) % len(self.scenes)
-            try:
-                image = self.scenes.image(index)
-            except ValueError as error:
-                broken.append(str(error))
-                continue
-            return self._sample(image, index, item), broken
-        return None, broken
-
-    def _sample(self, image: Tensor, index: int, item: Item) -> tuple[Tensor, Target]:
-        target: Target = self.scenes.objects(index, self.masks)
+    def __getitem__(self, item: Item) -> tuple[Tensor, Target]:
+        image, target = self.scenes.image(item.at), self.scenes.objects(item.at, self.masks)
         if self.augment is not None:
             target = without_crowds(target)
             with torch.random.fork_rng(devices=[]):
@@ -112,21 +96,10 @@ class SceneAugmentation:
         return functional.crop(image, *window), {**target, **parts}
 
 
-def load_batches(samples: Samples, order: Iterable[list[Item]], workers: int) -> Iterator[tuple[Batch, list[str]]]:
-    """Yield batches in an order, each with the error messages of images that are not in it."""
-    own: Any = {"generator": torch.Generator()}  # the loader would otherwise draw from the generator of dropout
-    loader = DataLoader(samples, batch_sampler=order, num_workers=workers, collate_fn=_collate, **own)  # type: ignore[arg-type]
-    return iter(loader)
-
-
-def _collate(samples: list[tuple[tuple[Tensor, Target] | None, list[str]]]) -> tuple[Batch, list[str]]:
+def _collate(samples: list[tuple[Tensor, Target]]) -> Batch:
     """Make lists of images and targets, whose sizes differ."""
-    images, targets = [], []
-    for sample, _ in samples:
-        if sample is not None:
-            images.append(sample[0])
-            targets.append(sample[1])
-    return Batch((images, targets), len(images), len(images)), [why for _, broken in samples for why in broken]
+    images, targets = map(list, zip(*samples, strict=True))
+    return Batch((images, targets), len(images), len(images))
 
 
 class Detection(Task):
@@ -150,7 +123,7 @@ class Detection(Task):
 
     def batches(self, start: int, stride: int = 1) -> Iterator[Batch]:
         """Yield random batches of `batch_tokens` images, of similar aspect ratio with bucketing."""
-        return self.skip_broken(load_batches(self.samples, self._order(start, stride), self.settings.workers))
+        return load(self.samples, self.settings.workers, batch_sampler=self._order(start, stride), collate_fn=_collate)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return the groups of `Task`; Swin's tables of relative positions have no weight decay."""
@@ -197,8 +170,8 @@ class Detection(Task):
         order = [items[at : at + TEST_BATCH] for at in range(0, len(items), TEST_BATCH)]
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(0)  # the losses of the heads use a random sample of boxes
-            batches = load_batches(self._samples(scenes, None), order, self.settings.workers)
-            for each in self.skip_broken(batches, endless=False):
+            samples = self._samples(scenes, None)
+            for each in load(samples, self.settings.workers, batch_sampler=order, collate_fn=_collate):
                 batch = self.on_device(each)
                 images, whole = batch.tensors
                 targets = list(map(without_crowds, whole))
@@ -215,8 +188,6 @@ class Detection(Task):
                 precision.update(found, whole)
                 seen += len(whole)
         model.train(was)
-        if not seen:
-            raise ValueError(f"no image of {scenes.files.path} can be read")
         means = {part: total / seen for part, total in totals.items()}
         return {"loss": sum(means.values()), **means, **average_precision(precision), "n": seen}
 

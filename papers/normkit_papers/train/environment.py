@@ -13,14 +13,9 @@ from normkit_papers.train.parallel import device_type
 
 
 def environment(device: str = "auto", count: int = 1) -> dict[str, object]:
-    """Return commit, versions and machine of this process, for result files.
+    """Return commit, versions and machine of this process, for result files; `count` is the number of devices.
 
-    Args:
-        device: "cpu" or "cuda"; "auto" for a GPU if there is one.
-        count: Number of devices; 8 are named "8 x NAME".
-
-    Returns:
-        A dictionary; `commit` and `dirty` are None if they are unknown, as outside of a git checkout.
+    `commit` and `dirty` are None if they are unknown, as outside of a git checkout.
     """
     commit, dirty = _checkout(Path(normkit.__file__).parent)
     name = torch.cuda.get_device_name() if device_type(device) == "cuda" else _processor()

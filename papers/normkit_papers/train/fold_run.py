@@ -1,20 +1,18 @@
-"""Runs made of a saved run: with folded norms, or with the statistics of training batches."""
+"""Fold the norms of a saved run."""
 
 import copy
 import dataclasses
-import itertools
 
 import torch
 from torch import nn
 
 from normkit._util import format_spec
 from normkit.fold import Audit, Outcome, Report, audit, fold
-from normkit.norms import NoNorm, Norm, StatNorm, parse
+from normkit.norms import NoNorm, Norm, parse
 from normkit_papers.tasks import TASKS
 from normkit_papers.train.build import example_input
 from normkit_papers.train.config import Run
 from normkit_papers.train.folder import Loaded
-from normkit_papers.train.source import open_task
 
 
 def audit_run(loaded: Loaded) -> Audit:
@@ -50,34 +48,6 @@ def fold_run(loaded: Loaded) -> tuple[Loaded, Report]:
     run = with_norms(run, left)
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, fixnorm=False))
     return Loaded(run, folded, vocabularies), report
-
-
-def calibrate_run(loaded: Loaded, batches: int | None = None) -> tuple[Loaded, str]:
-    """Compute the statistics of a run's norms again, from training batches; its model is not changed.
-
-    Args:
-        loaded: The run.
-        batches: Number of training batches; None for as many as training uses for its calibrated scores.
-
-    Returns:
-        The calibrated run, and a sentence with its validation loss.
-
-    Raises:
-        ValueError: If the model has no norm with batch statistics, or the run's data is missing.
-    """
-    run = loaded.run
-    count = sum(isinstance(module, StatNorm) for module in loaded.model.modules())
-    if not count:
-        raise ValueError(f"run {run.name} has no norm with batch statistics, so there is nothing to calibrate")
-    if batches is not None and not 1 <= batches <= run.steps:
-        raise ValueError(f"batches must be at least 1 and at most the run's {run.steps:,} steps; got {batches}")
-    task = open_task(loaded)
-    number = batches or task.calibration_batches
-    before = task.validate()["loss"]
-    with task.calibrated(itertools.islice(task.batches(0), number)):
-        calibrated, after = task.model.eval(), task.validate()["loss"]
-    losses = f"validation loss {before:.4f} before, {after:.4f} after"
-    return loaded._replace(model=calibrated), f"calibrated {count} norms on {number} training batches; {losses}"
 
 
 def _named(rows: tuple[Outcome, ...], part: str) -> tuple[Outcome, ...]:

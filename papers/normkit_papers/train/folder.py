@@ -11,7 +11,6 @@ from filelock import FileLock, Timeout
 from torch import nn
 
 from normkit._util import truncate, write_whole
-from normkit_papers import results
 from normkit_papers.data.vocab import Vocab, vocabulary
 from normkit_papers.report.settings import flat
 from normkit_papers.train.build import Vocabularies, build_model
@@ -21,18 +20,7 @@ from normkit_papers.train.weights import load_weights, save_weights
 CHECKPOINTS = "checkpoints"
 BEST = "best"  # checkpoints of the best validations
 
-OUTPUTS = (
-    "checkpoints/*.ckpt", "best/*.ckpt", "tensorboard/*", "outputs/*.txt", "model.safetensors", "rows.csv",
-    results.FILE,
-)  # fmt: skip
-"""Files that a run writes. Those of an earlier run are removed, or its weights would be taken for this one's."""
-
-DERIVED = ("folded/run.json", "folded/vocab.json", "folded/model.safetensors", "removal.json", "report.html")
-"""Files that commands make of a trained run; they do not belong to the weights of another training."""
-
-FOREIGN = ("model*.safetensors", "pytorch_model*", "*.index.json", "vocab.json")
-"""Files of other models, such as those of Hugging Face, which a run would make unreadable."""
-
+LOCK = ".lock"
 MOVABLE = ("name", "device", "threads", "workers")
 """Settings that may change when a run is resumed: they do not change its result."""
 
@@ -85,8 +73,7 @@ def read_run(folder: Path) -> Run:
     """
     path = folder / "run.json"
     if not path.is_file():
-        problem = "it is a file" if folder.is_file() else "there is no such folder"
-        problem = "it has no run.json" if folder.is_dir() else problem
+        problem = "it has no run.json" if folder.exists() else "there is no such folder"
         runs = truncate(sorted(str(path.parent) for path in folder.glob("*/run.json")))
         advice = f"runs in it are {', '.join(runs)}" if runs else "`papers train` and `papers demo` write them"
         raise ValueError(f"{folder} is not a run folder: {problem}; {advice}")
@@ -140,40 +127,23 @@ def differences(found: Mapping[str, Any], run: Run) -> dict[str, tuple[Any, Any]
     return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
 
 
-def check_resumable(folder: Path, run: Run) -> None:
-    """Raise a ValueError if the folder has a run with other settings."""
-    if (folder / "run.json").exists():
+def check_free(folder: Path, run: Run, resume: bool) -> None:
+    """Raise a ValueError unless a folder is empty or, with `resume`, holds the same run."""
+    if resume and (folder / "run.json").exists():
         found = differences(dataclasses.asdict(read_run(folder)), run)
         changed = [f"{name} ({before}, not {now})" for name, (before, now) in found.items()]
         if changed:
             raise ValueError(f"{folder} holds a run with another {', '.join(changed)}; resume with its own settings")
+    elif folder.exists() and (found := sorted(path.name for path in folder.iterdir() if path.name != LOCK)):
+        raise ValueError(
+            f"{folder} is not empty, it has {', '.join(truncate(found))}; continue a run in it with --resume, name "
+            "another folder (--out), or delete this one"
+        )
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """List the checkpoints of a run folder to resume from, oldest first."""
     return sorted((folder / CHECKPOINTS).glob("step-*.ckpt"))
-
-
-def prepare(folder: Path, run: Run, vocabularies: Vocabularies, resume: bool) -> None:
-    """Remove the files of an earlier run or, to resume it, those made of it; write the settings and vocabularies.
-
-    Raises:
-        ValueError: If the folder has files of something else than a run.
-    """
-    if not (folder / "run.json").is_file():
-        found = [str(path.relative_to(folder)) for name in (*OUTPUTS, *FOREIGN) for path in folder.glob(name)]
-        if found:
-            names = ", ".join(dict.fromkeys(found[:3]))
-            raise ValueError(f"{folder} holds files of something else than a run ({names}); name another folder")
-    unfinished = (f"{CHECKPOINTS}/.*", f"{BEST}/.*")  # left by killed processes
-    for pattern in (*(() if resume else OUTPUTS), *DERIVED, *unfinished):
-        for path in folder.glob(pattern):
-            if path.is_file():
-                path.unlink()
-    for name in ("folded", "tensorboard"):
-        with contextlib.suppress(OSError):  # there is none, or it has further files
-            (folder / name).rmdir()
-    write_run(folder, run, vocabularies)
 
 
 @contextlib.contextmanager
@@ -185,7 +155,7 @@ def locked(folder: Path) -> Iterator[None]:
     """
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / ".lock"
+    path = folder / LOCK
     try:
         with FileLock(path, blocking=False):
             try:

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from normkit_papers.data.batches import batches_of, endless
-from normkit_papers.data.images import Broken, ImageData, ImageSplit, decode, image_batches
+from normkit_papers.data.batches import batches_of, endless, load
+from normkit_papers.data.images import ImageData, ImageSplit, decode, image_batches
 from normkit_papers.models.torchvision_ops import load_torchvision
 from normkit_papers.train.config import ImageRun, Images
 from normkit_papers.train.lightning import WeightAveraging, lightning
@@ -68,7 +68,7 @@ def _batch(images: Tensor, labels: Tensor) -> Batch:
 
 
 class ImageClassification(Task):
-    """Cross-entropy of classes or of mixed labels; accuracy of one guess and of five.
+    """Cross-entropy of classes or of mixed labels; accuracy.
 
     If the run keeps a moving average of the weights, that is scored and saved.
     """
@@ -109,17 +109,11 @@ class ImageClassification(Task):
         return self._load(split, order, run.seed)
 
     def _load(self, split: ImageSplit, order: Iterable[Request], seed: int | None) -> Iterator[Batch]:
-        """Yield batches in an order; images that cannot be read are skipped, or an error."""
-        loader = DataLoader(
-            ImageBatches(split, self.augmentation, seed),
-            batch_size=None,
-            sampler=order,  # type: ignore[reportArgumentType]
-            num_workers=self.settings.workers,
-            pin_memory=self.device.type == "cuda",
-            generator=torch.Generator(),  # the loader would otherwise draw from the generator of dropout
-        )
-        found = ((Batch((images, labels), len(labels), len(labels)), broken) for images, labels, broken in loader)
-        return self.skip_broken(found, endless=seed is not None)
+        """Yield batches in an order."""
+        made = ImageBatches(split, self.augmentation, seed)
+        how = {"batch_size": None, "sampler": order, "pin_memory": self.device.type == "cuda"}
+        for images, labels in load(made, self.settings.workers, **how):
+            yield Batch((images, labels), len(labels), len(labels))
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """Return the cross-entropy of the classes, or of their mixtures."""
@@ -152,43 +146,33 @@ class ImageClassification(Task):
     # -- scores -------------------------------------------------------------------------------------------------------
 
     def validate(self) -> dict[str, float]:
-        """Return loss and accuracies of the validation split."""
+        """Return loss and accuracy of the validation split."""
         found = self._score(self.data.valid)
-        return {name: found[name] for name in ("loss", "accuracy", "top5")}
+        return {name: found[name] for name in ("loss", "accuracy")}
 
     def score_test(self) -> dict[str, float]:
-        """Return loss and accuracies of the test split."""
+        """Return loss and accuracy of the test split."""
         return self._score(self.data.test)
 
     @torch.no_grad()
     def _score(self, split: ImageSplit) -> dict[str, float]:
-        """Return the mean loss, and accuracies in percent with their sampling error."""
-        from torchmetrics.classification import MulticlassAccuracy
-
+        """Return the mean loss, and the accuracy in percent with its sampling error."""
         model, count = self.model, len(split.labels)
         was = model.training
-        tops = {"accuracy": 1, "top5": min(5, self.classes)}
-        metrics = {
-            name: MulticlassAccuracy(self.classes, top_k=k, average="micro").to(self.device) for name, k in tops.items()
-        }
         model.eval()
         order = [(0, range(at, min(at + TEST_BATCH, count))) for at in range(0, count, TEST_BATCH)]
-        total, seen = 0.0, 0
+        total, seen, right = 0.0, 0, 0
         for batch in self._load(split, order, None):
             images, labels = self.on_device(batch).tensors
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16-mixed"):
                 logits = self._logits(model, images).float()
             total += float(F.cross_entropy(logits, labels, reduction="sum"))
             seen += len(labels)
-            for metric in metrics.values():
-                metric.update(logits, labels)
+            right += int((logits.argmax(1) == labels).sum())
         model.train(was)
-        if not seen:
-            raise ValueError(f"none of the {count:,} images to score can be read; the first: {min(self.broken)}")
-        shares = {name: round(float(metric.compute()), 6) for name, metric in metrics.items()}  # those are float32
-        share = shares["accuracy"]
-        percent = {name: 100 * value for name, value in shares.items()}
-        return {"loss": total / seen, **percent, "n": seen, "accuracy_error": 100 * (share * (1 - share) / seen) ** 0.5}
+        share = right / seen
+        error = 100 * (share * (1 - share) / seen) ** 0.5
+        return {"loss": total / seen, "accuracy": 100 * share, "n": seen, "accuracy_error": error}
 
     def test_images(self, count: int, size: int) -> Iterator[Tensor]:
         """Yield the first `count` test images in batches of `size`."""
@@ -197,14 +181,12 @@ class ImageClassification(Task):
             yield self.on_device(batch).tensors[0]
 
     def describe_data(self) -> dict[str, object]:
-        """Return sizes of the splits, the origin of the weights, and what could not be used."""
+        """Return sizes of the splits and the origin of the weights."""
         facts = super().describe_data()
         facts["splits"] = {name: len(getattr(self.data, name).labels) for name in ("train", "valid", "test")}
         facts["classes"] = self.classes
         if self.settings.weights:
             facts["weights"] = {"from": self.settings.weights, "initialized": self.initialized}
-        if self.data.notes:
-            facts["notes"] = list(self.data.notes)
         return facts
 
 
@@ -229,28 +211,20 @@ def moving_average(decay: float) -> WeightAveraging:
 class ImageBatches(Dataset):
     """Batches of images and labels, chosen by the number of a batch and those of its images.
 
-    They come with the error messages of images that cannot be read. The process that asks for a batch makes it.
+    The process that asks for a batch makes it.
     """
 
     def __init__(self, split: ImageSplit, augmentation: "ImageAugmentation", seed: int | None):
         self.split, self.augmentation, self.seed = split, augmentation, seed  # no seed: as at inference
 
-    def __getitem__(self, request: Request) -> tuple[Tensor, Tensor, list[str]]:
-        """Return images, labels, and error messages of images that cannot be read."""
+    def __getitem__(self, request: Request) -> tuple[Tensor, Tensor]:
+        """Return images and labels."""
         number, items = request
-        images, kept, broken = [], [], []
-        for item in items:
-            try:
-                images.append(decode(self.split, item, self.augmentation.least))
-                kept.append(item)
-            except Broken as error:
-                broken.append(str(error))
-        labels = torch.from_numpy(self.split.labels[kept])
-        if not images:
-            return torch.empty(0), labels, broken
+        images = [decode(self.split, item, self.augmentation.least) for item in items]
+        labels = torch.from_numpy(self.split.labels[list(items)])
         if self.seed is None:
-            return *self.augmentation.test(images, labels), broken
-        return *self.augmentation.train(images, labels, self.seed * 1_000_003 + number), broken
+            return self.augmentation.test(images, labels)
+        return self.augmentation.train(images, labels, self.seed * 1_000_003 + number)
 
 
 class ImageAugmentation:

@@ -81,12 +81,10 @@ class Language(Task):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the state that the next batch continues."""
-        super().on_save_checkpoint(checkpoint)
         checkpoint["carried"] = self.carried.get(self.model, {})
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the state that the next batch continues."""
-        super().on_load_checkpoint(checkpoint)
         self.carried[self.model] = checkpoint.get("carried", {})
 
     def validation_batches(self) -> list[Batch]:

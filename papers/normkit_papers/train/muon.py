@@ -10,14 +10,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """`torch.optim.Muon` (Jordan et al. 2024) for matrices of linear layers, `torch.optim.AdamW` for the rest.
 
     Updates of matrices are scaled to the size of AdamW's (`match_rms_adamw`), so both use one learning rate. Embeddings
-    and the output layer are left to AdamW, as the authors advise.
-
-    Args:
-        model: The model; its embeddings and the linear layers whose name begins with `output` are AdamW's.
-        lr: Learning rate of both.
-        momentum: Momentum of Muon.
-        betas: Betas of AdamW.
-        weight_decay: Weight decay of matrices.
+    and linear layers whose name begins with `output` are left to AdamW, as the authors advise.
 
     >>> optimizer = MuonWithAdamW(nn.Linear(2, 2), 0.1, 0.95, (0.9, 0.98), 0.0)
     >>> [len(group["params"]) for group in optimizer.param_groups]

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,12 @@ def train(
 ) -> dict[str, Any]:
     """Train a run into a folder, score the model on the test split, and write result.json.
 
-    Files of an earlier run in the folder are replaced, but only after the data has been read and the model built. A run
-    whose loss is not finite ends with status "diverged at step N" and has no scores. `tensorboard --logdir FOLDER`
-    shows the curves while it trains.
+    A run whose loss is not finite ends with status "diverged at step N" and has no scores.
+    `tensorboard --logdir FOLDER` shows the curves while it trains.
 
     Args:
         run: What to train.
-        folder: The run folder. It is locked during the run.
+        folder: The run folder, empty unless `resume` is True. It is locked during the run.
         resume: Continue from the last checkpoint, if there is one. On a CPU the weights are the same, bit for bit, as
             without the interruption. Statistics that processes keep separately continue with those of rank 0. On one
             device a run that has ended is not trained again: its result is returned.
@@ -64,8 +63,8 @@ def train(
         The content of result.json.
 
     Raises:
-        ValueError: If a name is unknown, another run is in the folder or writes into it, a checkpoint cannot be read,
-            GPUs are missing, or a launcher started another number of processes than the run needs.
+        ValueError: If a name is unknown, the folder has other content or another process writes into it, a checkpoint
+            cannot be read, GPUs are missing, or a launcher started another number of processes than the run needs.
     """
     parallel.check_devices(run)
     folder = Path(folder)
@@ -77,8 +76,9 @@ def train(
 
     read_data = source(run, on_stage)
     with folders.locked(folder) if parallel.is_rank_zero() else contextlib.nullcontext():
+        if parallel.is_rank_zero():
+            folders.check_free(folder, run, resume)
         if resume:
-            folders.check_resumable(folder, run)
             ended = results.ended(folder) if run.devices * run.nodes == 1 else None  # perhaps by another process
             if ended and not folders.differences(ended["run"], run):
                 return ended
@@ -132,11 +132,8 @@ def _fit(task: Task, callback: RunCallback, resume: bool) -> Watch | None:
     if run.compile:
         task.model.compile(dynamic=not run.one_shape)
     if parallel.is_rank_zero():
-        if not resume and (folder / "run.json").exists():
-            callback.on_progress(Progress("replacing the files of an earlier run", 0, run.steps))
-        folders.prepare(folder, run, task.data.vocabularies, resume)
-    with _explain_memory(run, folder):
-        run_trainer(trainer, task, checkpoint)
+        folders.write_run(folder, run, task.data.vocabularies)
+    run_trainer(trainer, task, checkpoint)
     task.model._compiled_call_impl = None
     if run.strategy == "fsdp2" and trainer.world_size > 1:
         task.model = parallel.unshard(task.model, lambda: build_model(run.task, run.model, task.data.vocabularies))
@@ -156,10 +153,9 @@ def _finish(
     scores, status, started = {}, callback.status, time.perf_counter()
     if status == "done":
         try:
-            with _explain_memory(run, folder):
-                if not callback.valid:
-                    callback.valid.append({"step": callback.step, **task.validate()})
-                scores = task.score(on_stage)
+            if not callback.valid:
+                callback.valid.append({"step": callback.step, **task.validate()})
+            scores = task.score(on_stage)
             if watch is not None:
                 watch.append(embedding_rows(task.model, callback.step))
         except _Interrupted:
@@ -185,17 +181,3 @@ def _finish(
         write_whole(folder / "outputs" / f"{kind}.txt", "".join(f"{line}\n" for line in lines).encode())
     results.write(folder, result)
     return result
-
-
-@contextlib.contextmanager
-def _explain_memory(run: Run, folder: Path) -> Iterator[None]:
-    """Turn a GPU's lack of memory into a ValueError with advice."""
-    try:
-        yield
-    except torch.cuda.OutOfMemoryError as error:
-        raise ValueError(
-            f"the GPU's memory is too small for batches of {run.batch_tokens} tokens "
-            f"({str(error).splitlines()[0]}); {folder} is kept: resume from its last checkpoint (--resume) on a larger "
-            "GPU, or with --device cpu. A run of the same steps that needs less has half of batch_tokens and double "
-            "accumulate, or precision=bf16-mixed, and another folder (--out)"
-        ) from None

@@ -1,4 +1,4 @@
-"""Scores of outputs: BLEU by sacrebleu, error rates by jiwer, average precision by torchmetrics."""
+"""Scores of outputs: BLEU by sacrebleu, error rates by rapidfuzz, average precision by torchmetrics."""
 
 import html
 import math
@@ -20,13 +20,9 @@ AP = {
 
 
 def bleu(found: Sequence[str], references: Sequence[str], corpus: Corpus, samples: int = SAMPLES) -> dict[str, float]:
-    """Return BLEU of translations with one reference each.
+    """Return BLEU of translations with one reference each; the tokenization of the corpus decides how words count.
 
-    Args:
-        found: Translations.
-        references: One reference for each.
-        corpus: Its tokenization decides how words are counted.
-        samples: Resamplings of the sentences for the error (Koehn 2004); 0 for no error.
+    The error is by `samples` resamplings of the sentences (Koehn 2004); 0 for no error.
 
     Returns:
         "bleu", on the words of a tokenized corpus as multi-bleu.perl, after splitting compounds if the papers do;
@@ -68,11 +64,7 @@ def _bleu(tokenize: str) -> Any:
 
 
 def error_rates(hypotheses: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> dict[str, float]:
-    """Return symbol and word error rates in percent, by the closest reference of each word.
-
-    Args:
-        hypotheses: Symbols of each word.
-        references: All correct transcriptions of each word. Of those equally close, the longest one counts.
+    """Return symbol and word error rates in percent, by the closest, and of these the longest, reference of each word.
 
     Returns:
         `per`, edits per symbol of the closest references; `wer`, fraction of words with an edit; `per_error` and
@@ -81,23 +73,17 @@ def error_rates(hypotheses: Sequence[Sequence[str]], references: Sequence[Sequen
     >>> error_rates([["K", "AE"], ["T", "UW"]], [[["K", "AE", "T"], ["K", "EY"]], [["T", "UW"]]])["per"]
     20.0
     """
-    import jiwer
+    from rapidfuzz.distance import Levenshtein
 
     if len(hypotheses) != len(references) or not hypotheses:
         raise ValueError(
             f"{len(hypotheses)} hypotheses for {len(references)} words; needs one for each of at least one"
         )
-    owner = [word for word, variants in enumerate(references) for _ in variants]
-    flat = [" ".join(variant) for variants in references for variant in variants]
-    aligned = jiwer.process_words(flat, [" ".join(hypotheses[word]) for word in owner])
-    best: dict[int, tuple[int, int]] = {}
-    for word, reference, chunks in zip(owner, aligned.references, aligned.alignments, strict=True):
-        sides = (
-            (c.ref_end_idx - c.ref_start_idx, c.hyp_end_idx - c.hyp_start_idx) for c in chunks if c.type != "equal"
-        )
-        found = sum(map(max, sides)), -len(reference)
-        best[word] = min(best.get(word, found), found)
-    edits, lengths = ([sign * best[word][at] for word in range(len(references))] for at, sign in ((0, 1), (1, -1)))
+    best = [
+        min((Levenshtein.distance(symbols, variant), -len(variant)) for variant in variants)
+        for symbols, variants in zip(hypotheses, references, strict=True)
+    ]
+    edits, lengths = [edits for edits, _ in best], [-length for _, length in best]
     wrong = [float(e > 0) for e in edits]
     n, per, wer = len(edits), sum(edits) / sum(lengths), sum(wrong) / len(edits)
     residual = sum((e - per * length) ** 2 for e, length in zip(edits, lengths, strict=True))

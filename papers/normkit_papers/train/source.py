@@ -2,44 +2,29 @@
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from normkit._util import pick, require
 from normkit_papers.data import OnStage
-from normkit_papers.data.corpora import CORPORA, locate
+from normkit_papers.data.corpora import locate
 from normkit_papers.data.embedded import SOURCES, reader
-from normkit_papers.data.images import IMAGE_SETS, find_images, read_images
+from normkit_papers.data.images import find_images, read_images
 from normkit_papers.data.prepare import prepare
-from normkit_papers.data.scenes import SCENE_SETS, SceneData, find_scenes
+from normkit_papers.data.scenes import SceneData, find_scenes
 from normkit_papers.tasks import TASKS
 from normkit_papers.train.config import DetectionRun, ImageRun, LanguageRun, Run, TranslationRun
 from normkit_papers.train.folder import Loaded, check_vocabularies
 
 Reader = Callable[[], Any]
 
-TASK_OF: dict[str, str] = {
-    "cmudict": "g2p", "pydoc": "lm", "digits": "digits",
-    **{name: "mt" if corpus.kind == "parallel" else "lm" for name, corpus in CORPORA.items()},
-    **dict.fromkeys(IMAGE_SETS, "images"), **dict.fromkeys(SCENE_SETS, "detection"),
-}  # fmt: skip
-"""The task that can train on a data set, by its name."""
-
 
 def source(run: Run, on_stage: OnStage = lambda stage: None) -> Reader:
     """Find the data of a run; the function that is returned reads it.
 
-    Args:
-        run: The run, with its task and the name or folder of its data.
-        on_stage: Called with a description of each stage of reading.
-
     Raises:
         ValueError: If the data is missing or of a kind that the task cannot train on. Nothing has been read then.
     """
-    spec, needed = pick(TASKS, run.task, "task"), TASK_OF.get(run.data, run.task)
-    if needed != run.task:
-        raise ValueError(f"{run.data} is data of task {needed}; task {run.task} cannot train on it")
-    return spec.load("data")(run, on_stage)
+    return pick(TASKS, run.task, "task").load("data")(run, on_stage)
 
 
 def open_task(loaded: Loaded) -> Any:
@@ -56,12 +41,10 @@ def open_task(loaded: Loaded) -> Any:
 
 def sequences(run: Run, on_stage: OnStage) -> Reader:
     """Find an embedded data set, or a folder of sequences."""
-    if run.task == "digits" and run.data not in SOURCES:
-        given = f"the folder {run.data}" if Path(run.data).is_dir() else repr(run.data)
-        raise ValueError(
-            f"task digits trains on the data set digits alone; got {given}; a recipe of task images, such as "
-            "cifar10_tiny_vit, takes a folder of images"
-        )
+    if run.task == "digits":
+        require(run.data == "digits", "data", run.data, "digits for task digits")
+    else:
+        require(run.data not in ("digits", "pydoc"), "data", run.data, "cmudict or a folder for task g2p")
     return reader(run.data)
 
 
@@ -69,6 +52,7 @@ def corpus(run: TranslationRun | LanguageRun, on_stage: OnStage) -> Reader:
     """Find a corpus of parallel text for task mt, else of running text, or a folder of it."""
     kind = "parallel" if run.task == "mt" else "text"
     if run.data in SOURCES:
+        require(run.data == "pydoc" and run.task == "lm", "data", run.data, f"a corpus for {run.task}")
         require(not run.subwords, "subwords", run.subwords, f"0 for {run.data}, which has no files to learn them from")
         return reader(run.data)
     located = locate(run.data)

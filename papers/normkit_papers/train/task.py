@@ -12,7 +12,7 @@ from normkit.models import calibrate, scale_loss
 from normkit.norms import StatNorm
 from normkit_papers.train.lightning import lightning
 from normkit_papers.train.muon import MuonWithAdamW
-from normkit_papers.train.parallel import all_gather, shard
+from normkit_papers.train.parallel import shard
 from normkit_papers.train.schedules import Schedule
 
 
@@ -20,7 +20,7 @@ class Batch(NamedTuple):
     """Tensors of a batch, and its size."""
 
     tensors: tuple[Any, ...]  # for a detector, lists of images and of targets
-    words: int  # or images; 0 if none could be read
+    words: int  # or images
     tokens: int  # the number of terms in the mean loss
     fresh: bool = False  # the first batch of a text: it continues no batch before it
 
@@ -53,7 +53,6 @@ class Task(lightning.LightningModule):
         self.kind = "running"  # of the scores that are being computed
         self.calibration_batches = min(self.calibration_batches, run.steps)  # a short try is not to wait for more
         self.outputs: dict[str, list[str]] = {}  # decoded test split, by kind of scores
-        self.broken: set[str] = set()  # error messages of images that cannot be read
         self.start = 0  # batches that each process has trained on
         self.hooks = contextlib.ExitStack()  # of the scale loss, and batches with their workers, while it trains
 
@@ -102,9 +101,8 @@ class Task(lightning.LightningModule):
             self.scales = self.hooks.enter_context(scale_loss(self.model))
 
     def on_train_end(self) -> None:
-        """Remove the hooks, end the workers, and combine the error messages of all processes."""
+        """Remove the hooks, and end the workers."""
         self.hooks.close()
-        self.combine_broken()
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Return the loss to minimize, and a detached copy to record."""
@@ -139,42 +137,9 @@ class Task(lightning.LightningModule):
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
-    # -- images that cannot be read -----------------------------------------------------------------------------------
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save which images could not be read."""
-        self.combine_broken()
-        checkpoint["broken"] = sorted(self.broken)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore which images could not be read."""
-        self.broken.update(checkpoint.get("broken", ()))
-
-    def combine_broken(self) -> None:
-        """Combine the error messages of all processes."""
-        self.broken = set().union(*all_gather(self.broken))
-
-    def skip_broken(self, found: Iterable[tuple[Batch, list[str]]], endless: bool = True) -> Iterator[Batch]:
-        """Yield batches, and record the error messages of what could not be read for them.
-
-        Args:
-            found: Batches with error messages.
-            endless: The batches never end, so an empty batch is an error and not skipped.
-
-        Raises:
-            ValueError: If a batch is empty.
-        """
-        for batch, broken in found:
-            self.broken.update(broken)
-            if batch.words:
-                yield batch
-            elif endless:
-                raise ValueError(f"none of a batch's images can be read; the first: {broken[0]}")
-
     def describe_data(self) -> dict[str, object]:
         """Return what the result file has about the data."""
-        counts = {"count": len(self.broken), "first": sorted(self.broken)[:5]}
-        return {"name": self.data.name, **({"broken": counts} if self.broken else {})}
+        return {"name": self.data.name}
 
     # -- validation and scores ----------------------------------------------------------------------------------------
 
@@ -183,13 +148,9 @@ class Task(lightning.LightningModule):
         return {"loss": self.mean_loss(self.validation_batches())}
 
     def score(self, on_stage: Callable[[str], None]) -> dict[str, dict[str, float]]:
-        """Score the test split; the model is unchanged afterwards.
+        """Score the test split with statistics "running" and, for norms with batch statistics, "calibrated".
 
-        Args:
-            on_stage: Called with a description of each stage.
-
-        Returns:
-            Scores by kind of statistics: "running", and "calibrated" for norms with batch statistics.
+        The model is unchanged afterwards.
         """
         on_stage("scoring")
         self.kind = "running"

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -70,10 +69,9 @@ class Translation(Task):
         source, given, target = batch.tensors
         scores = self.model(source, given)
         if self.settings.model.mask_logits:
-            allowed = self.model.get_buffer("allowed")
-            target = target.where(allowed[target], PAD)  # the loss of a masked symbol would be about 1e9
-            if smoothing:
-                return _smoothed(scores.flatten(0, 1), target.flatten(), smoothing, allowed)
+            allowed = self.model.get_buffer("allowed")  # the loss of a masked symbol would be about 1e9
+            scores, target = scores[..., allowed], (allowed.cumsum(0) - 1).masked_fill(~allowed, -1)[target]
+            return F.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=-1, label_smoothing=smoothing)
         return F.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=PAD, label_smoothing=smoothing)
 
     def mean_loss(self, batches: list[Batch], smoothing: float = 0.0) -> float:
@@ -103,19 +101,12 @@ class Translation(Task):
         return {"loss": loss, **self.rate(self.decode_all(greedy))}
 
     def decode_all(self, search: Search, table: PairTable | None = None) -> list[list[str]]:
-        """Decode a table's items (default: the test split); halve batches if memory runs out."""
+        """Decode a table's items; by default the test split."""
         table = self._test if table is None else table
-        found, waiting = [list[str]()] * len(table), table.sorted_items(DECODED_TOGETHER)
-        while waiting:
-            items = waiting.pop(0)
+        found = [list[str]()] * len(table)
+        for items in table.sorted_items(DECODED_TOGETHER):
             source = self.on_device(table.batch(items)).tensors[0]
-            try:
-                decoded = transcribe(self.model, self.data.vocabularies["target"], source, search)
-            except torch.cuda.OutOfMemoryError:
-                if len(items) == 1:
-                    raise
-                waiting[:0] = items[: len(items) // 2], items[len(items) // 2 :]  # same result for each sentence
-                continue
+            decoded = transcribe(self.model, self.data.vocabularies["target"], source, search)
             for item, symbols in zip(items, decoded, strict=True):
                 found[item] = symbols
         return found
@@ -174,15 +165,6 @@ class MachineTranslation(Translation):
         scores = bleu(found, references, self.data.corpus, samples=0)
         self.model.train(was)
         return {**super().validate(), "bleu": scores["bleu"]}
-
-
-def _smoothed(scores: Tensor, target: Tensor, smoothing: float, allowed: Tensor) -> Tensor:
-    """Return the cross-entropy with label smoothing over the allowed words only."""
-    real = target != PAD
-    log_p = scores[real].log_softmax(-1)
-    even = log_p.where(allowed, 0.0).sum(-1) / allowed.sum()
-    exact = log_p.gather(-1, target[real][:, None])[:, 0]
-    return -((1 - smoothing) * exact + smoothing * even).mean()
 
 
 def transcribe(model: Any, target: Vocab, source: Tensor, search: Search) -> list[list[str]]:

@@ -124,14 +124,9 @@ def mean_weights(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def start_from(weights: str, model: nn.Module, head: nn.Module | None = None, prefix: str = "") -> list[str]:
     """Load pretrained weights into a model, in place.
 
-    The head may have other classes and norms may have other statistics: these keep their initial values. The warm-up
-    of loaded statistics begins again (`reset_warmup`), which Unified Normalization's fine-tuning script does by hand.
-
-    Args:
-        weights: A safetensors file, or a folder with model.safetensors.
-        model: A classifier, or the part of a detector that a classifier has, too.
-        head: The classifier's last layer.
-        prefix: Prefix of the names in the file; all others are left out.
+    The last layer, `head`, may have other classes and norms may have other statistics: these keep their initial values.
+    The warm-up of loaded statistics begins again (`reset_warmup`), which Unified Normalization's fine-tuning script
+    does by hand. Of the file, names with the prefix count.
 
     Returns:
         Names of the tensors that keep their initial values.

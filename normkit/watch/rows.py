@@ -1,8 +1,10 @@
-"""The store of rows that a recorder fills, and files of rows."""
+"""Rows of recorded numbers: collected from the device, as series over the steps, and in CSV files."""
 
 import collections
 import csv
 import io
+import math
+import statistics
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -11,11 +13,24 @@ import torch
 from torch import Tensor
 
 from normkit._util import as_path, is_int, open_regular, require, write_whole
-from normkit.watch.recording import Recording, Row, checked_rows
+
+
+class Row(NamedTuple):
+    """One number of one norm at one step."""
+
+    step: int
+    site: str
+    norm: str
+    quantity: str
+    value: float
+
 
 FILE = "rows.csv"
 HEAD = ",".join(Row._fields)
 Sink = str | Path | Callable[[list[Row]], object] | None  # for rows: a CSV file, a function that takes them, or none
+
+
+# -- while a model trains ---------------------------------------------------------------------------------------------
 
 
 class Waiting(NamedTuple):
@@ -57,21 +72,19 @@ class Rows:
         while self._count > self.keep:
             self._count -= len(self._waiting.popleft().names)
 
-    def take(self) -> list[Row]:
-        """Return the rows added since the last read or write."""
+    def take(self) -> None:
+        """Copy the numbers from the device, and send them as rows to the file or function, if there is one."""
         self.refresh()
-        new: list[Row] = []
-        if self._waiting:
-            first = self._waiting[0].values.device  # of a model on several
-            numbers = iter(torch.cat([entry.values.to(first) for entry in self._waiting]).tolist())
-            for step, site, norm, names, _ in self._waiting:
-                new += [Row(step, site, norm, name, next(numbers)) for name in names]
-            self._waiting.clear()
-            self._count = 0
+        if not self._waiting:
+            return
+        first = self._waiting[0].values.device  # of a model on several
+        numbers = iter(torch.cat([entry.values.to(first) for entry in self._waiting]).tolist())
+        new = [Row(*entry[:3], name, next(numbers)) for entry in self._waiting for name in entry.names]
+        self._waiting.clear()
+        self._count = 0
         self._held.extend(new)
-        if self._send is not None and new:
+        if self._send is not None:
             self._send(new)
-        return new
 
     def flush(self) -> None:
         """Bring the file up to date, if there is one."""
@@ -85,6 +98,89 @@ class Rows:
     def __len__(self) -> int:
         self.take()
         return len(self._held)
+
+
+# -- in memory --------------------------------------------------------------------------------------------------------
+
+
+class Series(NamedTuple):
+    """One quantity of one norm over the steps; values may be nan or infinite."""
+
+    norm: str
+    steps: list[int]
+    values: list[float]
+
+    def points(self) -> list[tuple[int, float]]:
+        """Steps and finite values, in the order of the steps."""
+        pairs = zip(self.steps, self.values, strict=True)
+        return sorted((step, value) for step, value in pairs if math.isfinite(value))
+
+    def late(self) -> list[float]:
+        """Finite values of the second half of the steps."""
+        middle = (self.steps[0] + self.steps[-1]) / 2
+        return [value for step, value in self.points() if step >= middle]
+
+    def middle(self) -> float:
+        """Median of the late values; nan without one."""
+        late = self.late()
+        return statistics.median(late) if late else math.nan
+
+    def top(self) -> float:
+        """The largest finite value of all steps; nan without one."""
+        return max((value for value in self.values if math.isfinite(value)), default=math.nan)
+
+    def last(self) -> float:
+        """The value of the last step."""
+        return self.values[-1]
+
+
+class Recording:
+    """Recorded values of a run, as series by quantity and site.
+
+    Attributes:
+        sites: The norm at each site, in the order of the model; "" for what is no norm, such as the whole model.
+        quantities: The series of each quantity by site, in the order in which they were recorded.
+    """
+
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self.sites: dict[str, str] = {}
+        self.quantities: dict[str, dict[str, Series]] = {}
+        for row in checked_rows(rows):
+            series = self.quantities.setdefault(row.quantity, {})
+            if row.site not in series:
+                series[row.site] = Series(row.norm, [], [])
+                self.sites.setdefault(row.site, row.norm)
+            series[row.site].steps.append(row.step)
+            series[row.site].values.append(row.value)
+
+    def of(self, quantity: str) -> dict[str, Series]:
+        """Series of a quantity by site in the model's order; backward passes record in reverse."""
+        found = self.quantities.get(quantity, {})
+        return {site: found[site] for site in self.sites if site in found}
+
+    def norms(self) -> dict[str, str]:
+        """The norm at each site that has one."""
+        return {site: norm for site, norm in self.sites.items() if norm}
+
+    def middle(self, quantity: str, site: str) -> float:
+        """Late median of a quantity at a site; nan if it was not recorded."""
+        series = self.quantities.get(quantity, {}).get(site)
+        return math.nan if series is None else series.middle()
+
+    def last_step(self) -> int:
+        """The last step with a value; 0 without any."""
+        return max((s.steps[-1] for series in self.quantities.values() for s in series.values()), default=0)
+
+
+def checked_rows(rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield rows; a TypeError for anything else."""
+    for row in rows if isinstance(rows, Iterable) else [rows]:
+        if not isinstance(row, Row):
+            raise TypeError(f"a recording consists of rows, as normkit.record gives them; got {type(row).__name__}")
+        yield row
+
+
+# -- in files ---------------------------------------------------------------------------------------------------------
 
 
 class Appender:
@@ -127,12 +223,7 @@ def truncate_file(path: Path, size: int | None) -> None:
 
 
 def to_csv(rows: Iterable[Row], header: bool = True) -> str:
-    """Format rows as CSV, values with six digits.
-
-    >>> print(to_csv([Row(1, "encoder.norm", "un", "rms", 0.5)]), end="")
-    step,site,norm,quantity,value
-    1,encoder.norm,un,rms,0.5
-    """
+    """Format rows as CSV, values with six digits."""
     out = io.StringIO(newline="")
     writer = csv.writer(out, lineterminator="\n")
     if header:
@@ -159,14 +250,9 @@ def read(path: str | Path) -> list[Row]:
         ValueError: if there is no such file, or it holds anything but rows; the message names it.
     """
     path = as_path(path, "path")
-    if path.is_dir():
-        if not (path / FILE).is_file():
-            runs = sorted(str(run.parent) for run in path.glob(f"*/{FILE}"))
-            hint = f"there are some in {', '.join(runs[:5])}" if runs else "record some with normkit.record"
-            raise ValueError(f"{path} has no {FILE}; {hint}")
-        path /= FILE
+    path = path / FILE if path.is_dir() else path
     if not path.is_file():
-        raise ValueError(f"there is no file of rows at {path}")
+        raise ValueError(f"there is no file of rows at {path}; record some with normkit.record")
     try:
         with open_regular(path) as file:
             head, *lines = csv.reader(file.read().decode("utf8").split("\n")[:-1] or [""], strict=True)
