@@ -8,7 +8,7 @@ from norm_cases import PER_TOKEN, WITH_KERNEL_RULE, WITHOUT_KERNEL_RULE, equal_s
 from torch.testing import assert_close
 
 import normkit
-from normkit.kernels import build, dispatch, ops, reference
+from normkit.kernels import build, dispatch, native, ops, reference
 from normkit.kernels.rule import find_kernel_rule
 
 TRITON = "NORMKIT_TEST_TRITON" in os.environ
@@ -16,6 +16,8 @@ REAL = TRITON and not dispatch.is_interpreted()
 BY, DEVICE = "triton" if TRITON else "native", "cuda" if REAL else "cpu"
 if TRITON:
     from normkit.kernels import triton as columns
+else:  # the others are those of the reference
+    columns = reference
 if TRITON and not REAL:
     import triton_driver
 
@@ -57,42 +59,33 @@ def equal_to_the_reference(run, tolerance):
         assert (ours.double() - plain.double()).norm() <= tolerance * (plain.double().norm() + 1)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_standardize(dtype):
+def test_columns(dtype, center, masked):
+    kind = {} if TRITON else {"dtype": torch.float32}
     for n, width in SHAPES:
-        x, stat = strided(draw(n, width, dtype=dtype)), torch.rand(2, width, device=DEVICE) + 0.1
-        weight, bias = draw(2, width).unbind(0)
-        expected = reference.standardize(x.double(), stat.double(), weight.double(), bias.double(), 1e-3)
-        with normkit.kernels(BY):
-            assert_close(ops.standardize(x, stat, weight, bias, 1e-3).double(), expected, **FINE[dtype])
-
-
-if TRITON:  # C++ has whole steps alone
-
-    @pytest.mark.parametrize("masked", [False, True])
-    @pytest.mark.parametrize("center", [False, True])
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    def test_columns_of_triton(dtype, center, masked):
-        for n, width in SHAPES:
-            torch.manual_seed(0)
-            x, dy = (strided(draw(n, width, dtype=dtype)) for _ in range(2))
-            mean, weight, bias = draw(3, width).unbind(0)
-            mask = torch.rand(n, device=DEVICE) < 0.6 if masked else None
-            padded = strided(torch.where(mask[:, None], x, torch.nan)) if masked else x  # padding must not count
-            stat, count = columns.moments(padded, mask, center)
-            expected, real = reference.moments(x.double(), mask, center)
-            assert (stat.dtype, count.item()) == (torch.float32, real.item())
-            assert_close(stat.double(), expected, rtol=2e-5, atol=2e-5)
-            nothing, count = columns.moments(x, torch.zeros(n, dtype=torch.bool, device=DEVICE), center)
-            assert count == 0
-            assert not nothing.any()
-            mean = mean if center else None
-            for real in (False, True):
-                sums = columns.gradient_sums(dy, x, mean, mask, real)
-                expected = reference.gradient_sums(dy.double(), x.double(), mean, mask, real)
-                assert_close(sums.double(), expected, rtol=1e-4, atol=1e-4)
-            expected = reference.standardize(x.double(), stat, weight, bias, 1e-3)
-            assert_close(columns.standardize(x, stat, weight, bias, 1e-3).double(), expected, **FINE[dtype])
+        torch.manual_seed(0)
+        x, dy = (strided(draw(n, width, dtype=dtype)) for _ in range(2))
+        mean, weight, bias = draw(3, width).unbind(0)
+        mask = torch.rand(n, device=DEVICE) < 0.6 if masked else None
+        padded = strided(torch.where(mask[:, None], x, torch.nan)) if masked else x  # padding must not count
+        stat, count = columns.moments(padded, mask, center, **kind)
+        expected, real = reference.moments(x.double(), mask, center)
+        assert (stat.dtype, count.item()) == (torch.float32, real.item())
+        assert_close(stat.double(), expected, rtol=2e-5, atol=2e-5)
+        nothing, count = columns.moments(x, torch.zeros(n, dtype=torch.bool, device=DEVICE), center, **kind)
+        assert count == 0
+        assert not nothing.any()
+        mean = mean if center else None
+        for real in (False, True):
+            sums = columns.gradient_sums(dy, x, mean, mask, real, **kind)
+            expected = reference.gradient_sums(dy.double(), x.double(), mean, mask, real)
+            assert_close(sums.double(), expected, rtol=1e-4, atol=1e-4)
+        expected = reference.standardize(x.double(), stat, weight, bias, 1e-3)
+        for module in (columns if TRITON else native,):
+            assert_close(module.standardize(x, stat, weight, bias, 1e-3).double(), expected, **FINE[dtype])
+        if TRITON:
             given = mean, draw(3, width)
             wide = (None if t is None else t.double() for t in given)
             expected = reference.gradient(dy.double(), x.double(), *wide, mask)
