@@ -1,6 +1,6 @@
 """Time of a training step in this tree, relative to another checkout of normkit.
 
-    git worktree add ../old 5e82e8a8
+    git worktree add ../old b3d1ea9
     python benchmarks/against.py ../old [NORM ...] [--rounds 300]
 
 The model is a Transformer of 6 blocks with 64 channels, which reads 16 x 32 tokens: time in Python counts. Each tree
@@ -32,7 +32,11 @@ def serve(spec: str) -> None:
     from torch.nn import functional as F
 
     import normkit
-    from normkit.bench import skip_warmup
+
+    try:
+        from normkit.bench import skip_warmup
+    except ImportError:  # before the split into two distributions
+        from normkit.lab.norm_speed import skip_warmup  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
