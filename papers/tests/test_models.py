@@ -74,7 +74,7 @@ def test_padding_changes_no_statistics_while_training(spec):
     if not reads_its_sample(spec):
         assert_close(b[:, :4][TARGET != PAD], a[TARGET != PAD], rtol=1e-4, atol=1e-5)
     for (name, buffer), other in zip(one.named_buffers(), two.buffers(), strict=True):
-        assert_close(other, buffer, msg=lambda text, name=name: f"{name}: {text}")
+        assert_close(other, buffer, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("config", FORMS)
