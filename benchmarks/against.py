@@ -16,9 +16,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
-
-from rows import QUIET, commit, keep, processor
 
 NORMS = ("un", "power(groups=0)", "rms", "batch", "pnv", "scale")
 HERE = Path(__file__).resolve().parent.parent
@@ -26,7 +23,7 @@ FIELDS = ("device", "norm", "base", "commit", "rounds", "ms", "low", "ratio", "h
 
 
 def serve(spec: str) -> None:
-    """Train one step for each further line of the standard input, and print its seconds."""
+    """Train one step for each line of the standard input, and print its seconds."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -58,7 +55,6 @@ def serve(spec: str) -> None:
 
     for _ in range(40):
         step()
-    sys.stdin.readline()
     print(normkit.__file__, flush=True)
     for _ in sys.stdin:
         start = time.perf_counter()
@@ -66,34 +62,39 @@ def serve(spec: str) -> None:
         print(time.perf_counter() - start, flush=True)
 
 
-def started(tree: Path, spec: str) -> subprocess.Popen[str]:
-    """Return a process that trains with the normkit of a tree."""
-    return subprocess.Popen(
-        ["taskset", "-c", "0", sys.executable, __file__, "--serve", spec],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-        env={**os.environ, **QUIET, "PYTHONPATH": str(tree.resolve())},
-    )  # fmt: skip
-
-
-def answer(server: Any) -> str:
-    """Ask for one step; the first answer is the file that was imported."""
-    print(file=server.stdin)
-    return server.stdout.readline().strip()
-
-
 def compare(spec: str, other: Path, rounds: int) -> dict[str, object]:
     """Return the row of a norm."""
-    trees = (HERE, other, other)
-    servers = [started(tree, spec) for tree in trees]
+    quiet = {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "MALLOC_MMAP_THRESHOLD_": "2147483647",
+        "MALLOC_TRIM_THRESHOLD_": "17179869184",
+    }
+    command = ["taskset", "-c", "0", sys.executable, __file__, "--serve", spec]
+    servers = [
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, **quiet, "PYTHONPATH": str(tree.resolve())},
+        )
+        for tree in (HERE, other, other)
+    ]  # fmt: skip
+
+    def ask(server: subprocess.Popen[str]) -> float:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        print(file=server.stdin, flush=True)
+        return float(server.stdout.readline())
+
     try:
-        for server, tree in zip(servers, trees, strict=True):
-            loaded = answer(server)
+        for server, tree in zip(servers, (HERE, other, other), strict=True):
+            assert server.stdout is not None
+            loaded = server.stdout.readline().strip()
             if not loaded.startswith(str(tree.resolve())):
                 raise SystemExit(f"the process for {tree} loaded {loaded or 'nothing'}")
-        found = []
+        found: list[tuple[float, float, float]] = []
         for _ in range(rounds):
-            seconds = {turn: float(answer(servers[turn])) for turn in random.sample(range(3), 3)}
-            found.append([seconds[turn] for turn in range(3)])
+            turns = random.sample(range(3), 3)
+            seconds = {turn: ask(servers[turn]) for turn in turns}
+            found.append((seconds[0], seconds[1], seconds[2]))
     finally:
         for server in servers:
             server.kill()
@@ -107,6 +108,8 @@ def compare(spec: str, other: Path, rounds: int) -> dict[str, object]:
 
 def main() -> None:
     """Measure and write."""
+    import rows
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, help="a checkout of another commit")
     parser.add_argument("norms", nargs="*", default=NORMS)
@@ -117,10 +120,14 @@ def main() -> None:
         ["git", "rev-parse", "--short=8", "HEAD"], cwd=args.other, capture_output=True, text=True, check=True
     ).stdout.strip()
     for spec in args.norms:
-        about = {"device": processor(), "base": base, "commit": commit()}
-        row = {**about, **compare(spec, args.other, args.rounds)}
+        row = {
+            "device": rows.processor(),
+            "base": base,
+            "commit": rows.commit(),
+            **compare(spec, args.other, args.rounds),
+        }
         print("  ".join(f"{row[field]!s:>16s}" for field in FIELDS[1:]), flush=True)
-        keep(args.out, FIELDS, ("device", "norm", "base"), [row])
+        rows.keep(args.out, FIELDS, ("device", "norm", "base"), [row])
 
 
 if __name__ == "__main__":
