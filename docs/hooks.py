@@ -124,7 +124,7 @@ def _by_norm(rows: list[dict[str, str]]) -> list[str]:
 
 
 def _best(rows: list[dict[str, str]]) -> list[str]:
-    """LayerNorm in its fastest scheme against no norms in theirs, whose outputs are still near the original's."""
+    """The fastest LayerNorm and the fastest model without norms whose outputs are near the original's."""
     lines = []
     for model, threads in dict.fromkeys((row["model"], row["threads"]) for row in rows):
         near = [

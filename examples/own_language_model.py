@@ -1,4 +1,4 @@
-"""Train a byte language model of one's own without norms at inference, fold it, and see why its embedding starts small.
+"""Train a byte language model of one's own with norms that fold, and fold it.
 
     python examples/own_language_model.py --norm un --std 0.02 --steps 400
 

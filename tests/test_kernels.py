@@ -1,4 +1,4 @@
-"""Kernels against the reference: those for CPUs, and in a process that `test_triton.py` starts, Triton's."""
+"""Kernels against the reference: those for CPUs, and Triton's in a process of `test_triton.py`."""
 
 import os
 

@@ -16,9 +16,9 @@ Summary = Callable[[Recording, int], float | None]
 
 
 class StudyMetric(NamedTuple):
-    """One number of a run: the first of these fields of the CSV that it has; `better` is the sign of a gain, or 0.
+    """One number of a run: the first of these fields of the CSV that it has.
 
-    A `summary` fills the field from recorded statistics when a run has ended.
+    `better` is the sign of a gain, or 0. A `summary` fills the field from recorded statistics when a run has ended.
     """
 
     fields: tuple[str, ...]

@@ -30,7 +30,7 @@ class Times(NamedTuple):
 
 
 class Base(NamedTuple):
-    """Starting point of a column's runs: their folder, a recipe, and settings that replace the recipe's."""
+    """Start of a column's runs: their folder, a recipe, and settings that replace the recipe's."""
 
     name: str
     recipe: Callable[[], Run]
@@ -43,7 +43,7 @@ Bases = Mapping[str, Base]
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column of a table: a metric of STUDY_METRICS for some runs, and what it changes in its base and norms.
+    """A column of a table: a metric of some runs, and what it changes in their base and norms.
 
     `at` are further settings by scale, `options` are for norms that have them and do not set them.
     """

@@ -31,7 +31,7 @@ def table(kind: Literal["text", "images", "detection"]) -> dict[str, dict[str, A
 
 
 def find(name: str, rows: Mapping[str, Any], what: str, lacking: Callable[[Any, Path], list[str]]) -> tuple[Any, Path]:
-    """Return the row of a data set and its folder, one of those that `NORMKIT_DATA` lists; or None and a folder.
+    """Return the row of a data set, or None, and its folder, which `NORMKIT_DATA` lists.
 
     `what` is what the table lists, for error messages; `lacking` returns the files of a row that a folder lacks.
 
@@ -96,7 +96,7 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def read_pairs(paths: Sequence[Path], columns: Sequence[int] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield pairs of text, with single spaces between words: of two files, or of two `columns` of a table with tabs.
+    """Yield pairs of text: of two files, or of two `columns` of a table with tabs.
 
     Raises:
         ValueError: If one file has more lines than the other, or a line lacks a column or is blank.

@@ -145,7 +145,7 @@ class Layer(nn.Module):
         cache: Cache | None = None,
         name: str = "",
     ) -> Tensor:
-        """Compute the layer of `x [batch, time, width]`; masks are True where tokens are real, or attention is allowed.
+        """Compute the layer of `x [batch, time, width]`; masks are True where attention is allowed.
 
         Several rows of `x` in succession may share one of `memory`, as hypotheses of a beam. The cache, with keys and
         values of earlier tokens by the name of the layer, is updated in place.

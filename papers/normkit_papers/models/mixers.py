@@ -96,7 +96,7 @@ class Convolution(nn.Module):
     def forward(
         self, x: Tensor, real: Tensor | None = None, causal: bool = False, past: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Convolve `x [batch, time, width]` over time: a token and earlier ones, or with the token in the middle.
+        """Convolve `x [batch, time, width]` over time, causally or with the token in the middle.
 
         Returns:
             The output, and what a causal call for the next tokens takes as `past`.

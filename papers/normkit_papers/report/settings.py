@@ -29,7 +29,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differing(trees: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the settings that are not the same in all trees, with the value of each; None if a tree lacks one.
+    """Return the settings in which trees differ, with the value of each; None where one lacks it.
 
     >>> differing([{"seed": 0, "steps": 10}, {"seed": 1, "steps": 10}])
     {'seed': [0, 1]}

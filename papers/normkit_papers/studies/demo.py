@@ -95,7 +95,7 @@ def _time(models: Mapping[Path, Any], rounds: int) -> tuple[dict[Path, float], s
 
 @torch.no_grad()
 def decode_along(model: Any, source: Tensor, target: Tensor) -> None:
-    """Decode `source [batch, time]` step by step along `target [batch, time]`, so that all models do the same work."""
+    """Decode `source [batch, time]` along a given `target`, so that all models do the same work."""
     memory, real = model.encode(source)
     cache: dict = {}
     for step in range(target.shape[1]):

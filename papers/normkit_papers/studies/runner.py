@@ -52,7 +52,7 @@ def train_all(
     on_end: Callable[[Path, str], object] = lambda folder, status: None,
     console: Console | None = None,
 ) -> dict[Path, str]:
-    """Train all runs, in their order, in processes here or on a Ray cluster, and show one progress display.
+    """Train all runs in their order, in processes here or on a Ray cluster.
 
     All machines of a cluster must see the folders. `on_end` is called with folder and status of each run as it ends.
 
@@ -251,7 +251,7 @@ class Display:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Runs of studies that are left to train, the number of those that have ended, and why runs are left out, by data.
+    """Runs that are left to train, the number that have ended, and why others are left out.
 
     Runs that several studies share stand once.
     """

@@ -13,7 +13,7 @@ from normkit_papers.train.parallel import device_type
 
 
 def environment(device: str = "auto", count: int = 1) -> dict[str, object]:
-    """Return commit, versions and machine of this process, for result files; `count` is the number of devices.
+    """Return commit, versions and machine of this process; `count` is the number of devices.
 
     `commit` and `dirty` are None if they are unknown, as outside of a git checkout.
     """

@@ -20,7 +20,7 @@ AP = {
 
 
 def bleu(found: Sequence[str], references: Sequence[str], corpus: Corpus, samples: int = SAMPLES) -> dict[str, float]:
-    """Return BLEU of translations with one reference each; the tokenization of the corpus decides how words count.
+    """Return BLEU of translations with one reference each, in the tokenization of the corpus.
 
     The error is by `samples` resamplings of the sentences (Koehn 2004); 0 for no error.
 
@@ -64,11 +64,12 @@ def _bleu(tokenize: str) -> Any:
 
 
 def error_rates(hypotheses: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> dict[str, float]:
-    """Return symbol and word error rates in percent, by the closest, and of these the longest, reference of each word.
+    """Return symbol and word error rates in percent, by the closest reference of each word.
 
     Returns:
-        `per`, edits per symbol of the closest references; `wer`, fraction of words with an edit; `per_error` and
-        `wer_error`, their sampling errors (one standard deviation, words drawn independently); `n`, number of words.
+        `per`, edits per symbol of the closest references, of equally close ones the longest; `wer`, fraction of words
+        with an edit; `per_error` and `wer_error`, their sampling errors (one standard deviation, words drawn
+        independently); `n`, number of words.
 
     >>> error_rates([["K", "AE"], ["T", "UW"]], [[["K", "AE", "T"], ["K", "EY"]], [["T", "UW"]]])["per"]
     20.0
