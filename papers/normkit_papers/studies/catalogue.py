@@ -1,11 +1,11 @@
 """Tables of recipes and studies, by name, and which of them this machine can run."""
 
 from normkit_papers.recipes import RECIPES
-from normkit_papers.studies import tables, warmup
+from normkit_papers.studies import tables
 from normkit_papers.study import PAPERS, Study, expand
 from normkit_papers.train.config import Run
 
-STUDIES: dict[str, Study] = {study.id: study for study in (*tables.STUDIES, *warmup.WARMUPS)}
+STUDIES: dict[str, Study] = {study.id: study for study in tables.STUDIES}
 """By id."""
 
 OF_PAPERS = tuple(name for name in STUDIES if name.partition(".")[0] in PAPERS)

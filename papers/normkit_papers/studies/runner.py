@@ -36,7 +36,6 @@ ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "MALLOC_MMAP_THRESHOLD_": "2147483647",  # glibc would return every large tensor to the system
     "MALLOC_TRIM_THRESHOLD_": "17179869184",
-    "SLURM_JOB_NAME": "interactive",  # Lightning: these processes are not tasks of SLURM
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 

@@ -61,11 +61,6 @@ class RunCallback(lightning.Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Restore the random state of a resumed run."""
-        if len(set(steps := all_gather(self.step))) > 1:
-            raise ValueError(
-                f"the processes of the run would resume from different steps, {steps}: {self.folder} must be one "
-                "folder that all hosts share, or have the same checkpoints on each"
-            )
         if threading.current_thread() is threading.main_thread():  # Lightning ends at SIGTERM without a result
             signal.signal(signal.SIGTERM, self._on_sigterm)
         if self._rng:

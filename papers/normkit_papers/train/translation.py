@@ -57,10 +57,10 @@ class Translation(Task):
     def batches(self, start: int, stride: int = 1) -> Iterator[Batch]:
         """Yield batches of `batch_tokens` symbols of source and target, bucketed by length or not."""
         run, table = self.settings, self._train
-        by = table.both if run.bucket_by == "both" else table.both[:, 0]
 
         def order(epoch: int) -> list[np.ndarray]:
-            return batches_of(table.sizes, run.batch_tokens, bucketing=run.bucketing, by=by, seed=run.seed, epoch=epoch)
+            how: Any = {"bucketing": run.bucketing, "by": table.both, "seed": run.seed, "epoch": epoch}
+            return batches_of(table.sizes, run.batch_tokens, **how)
 
         return endless(order, table.batch, start, stride)
 
