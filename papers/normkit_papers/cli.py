@@ -296,9 +296,14 @@ def fold(run: tyro.conf.Positional[Path], out: Path) -> int:
         out: Folder for the folded run.
     """
     from normkit_papers.train.fold_run import fold_run
-    from normkit_papers.train.folder import load
+    from normkit_papers.train.folder import load, save
 
-    return _save(out, lambda: fold_run(load(run)))
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--out {out} is not an empty folder; name another one")
+    made, found = fold_run(load(run))
+    save(out, made)
+    _write(f"{found}\nsaved to {out}")
+    return 0
 
 
 def remove_norms(arguments: list[str]) -> int:
@@ -435,18 +440,6 @@ def _failed(status: Mapping[Path, str]) -> int:
     for folder, each in bad.items():
         _complain(f"{folder}: {each}")
     return 1 if bad else 0
-
-
-def _save(out: Path, make: Callable[[], tuple[Any, object]]) -> int:
-    """Save a run that is made of another one into an empty folder, and print the report."""
-    from normkit_papers.train.folder import save
-
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--out {out} is not an empty folder; name another one")
-    made, found = make()
-    save(out, made)
-    _write(f"{found}\nsaved to {out}")
-    return 0
 
 
 @contextlib.contextmanager

@@ -33,9 +33,9 @@ _WORDS = ("fixnorm", "tie", "word_dropout", "decoder_depth")
 class Images:
     """Augmentation of training images, and the view of an image at inference."""
 
-    crop: Literal["pad", "area", "none"] = "pad"
-    """Training: a window of the image padded by `padding` black pixels; a resized window of 8 to 100 % of its area
-    (Inception); or the whole image."""
+    crop: Literal["pad", "area"] = "pad"
+    """Training: a window of the image padded by `padding` black pixels, or a resized window of 8 to 100 % of its area
+    (Inception)."""
     padding: Natural = 4
     """Padding on each side, in pixels at the size of the model's input."""
     flip: Fraction = 0.5
@@ -118,7 +118,7 @@ class Run:
     patience: Natural = 0
     """Stop after this many validations without improvement; 0 never stops early."""
     # arithmetic and devices
-    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
+    precision: Literal["32-true", "bf16-mixed"] = "32-true"
     """Precision, by Lightning's name."""
     compile: bool = False
     """Compile the model's forward and backward with torch.compile."""

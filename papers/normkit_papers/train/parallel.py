@@ -34,8 +34,6 @@ def check_devices(run: Run) -> None:
         raise ValueError(
             f"the run is for {run.devices} GPUs, PyTorch finds {there} here; give --device cpu, or --devices"
         )
-    if run.precision == "16-mixed" and not on_gpus:  # Lightning would train in bfloat16
-        raise ValueError("precision=16-mixed needs a GPU; give --precision bf16-mixed or 32-true")
     if run.devices > 4 * cores and not on_gpus:
         raise ValueError(f"the run is for {run.devices} processes, and this machine has {cores} cores; give --devices")
     started = os.environ.get("WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
