@@ -32,7 +32,7 @@ def demo(
     out: Path = Path("runs/demo"),
     processes: int = 2,
 ) -> int:
-    """Train one Transformer with each of several norms on the CMU Pronouncing Dictionary, fold one, compare.
+    """Train one Transformer with each of several norms from spelling to sound, fold one, compare.
 
     Args:
         norms: Norm specs to compare; `normkit list` lists all.
@@ -57,7 +57,7 @@ def demo(
 
 
 def train(arguments: list[str]) -> int:
-    """Train a recipe; every setting of a run is a flag. Without a recipe, list all, and which can run here."""
+    """Train a recipe; every setting is a flag. Without a recipe, list all that there are."""
     from normkit_papers.recipes import RECIPES
     from normkit_papers.studies.catalogue import recipe_rows
     from normkit_papers.study import warm
@@ -372,7 +372,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def import_modules(arguments: list[str]) -> list[str]:
-    """Import each module or .py file after `--import`, such as one with a norm of your own; return what is left."""
+    """Import each module or .py file after `--import`, and return the other arguments."""
     left, given = [], iter(arguments)
     for argument in given:
         option, is_joined, name = argument.partition("=")

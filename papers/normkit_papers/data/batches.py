@@ -1,4 +1,4 @@
-"""Sequences of different lengths, and batches in an order that depends on seed and epoch only, to resume runs."""
+"""Sequences of different lengths, and batches in an order that depends on seed and epoch only."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence

@@ -128,7 +128,7 @@ def reader(name: str) -> Callable[[], Any]:
 
 
 def pairs_in(folder: str) -> Pairs:
-    """Read `train.source`, `train.target`, `valid.source` ...: a sequence per line, symbols between spaces.
+    """Read `train.source`, `train.target` ...: a sequence per line, symbols between spaces.
 
     The vocabularies have the symbols of the training split. Test lines with the same source are one item with several
     references.

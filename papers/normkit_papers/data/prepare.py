@@ -34,7 +34,7 @@ UNKNOWN = 0.2  # largest fraction of unknown symbols in a split
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parallel(Data):
-    """A parallel corpus as numbers, a `PairTable` per split; `lines(split)` reads its text, `facts` has its sizes."""
+    """A parallel corpus, a `PairTable` per split; `lines(split)` reads its text, `facts` has sizes."""
 
     corpus: Corpus
     lines: Callable[[str], Iterator[tuple[str, ...]]]

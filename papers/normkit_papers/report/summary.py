@@ -1,4 +1,4 @@
-"""The table of runs: means over seeds with intervals, what each lacks to the best, and what folding changed."""
+"""The table of runs: means over seeds with intervals, and what folding changed."""
 
 import math
 import statistics
@@ -66,7 +66,7 @@ def groups(results: Results) -> dict[str, list[Group]]:
 
 
 def cells(members: Sequence[Group]) -> list[list[str]]:
-    """Format the table of one task: a heading, then a row for each group; columns without information are left out."""
+    """Format the table of one task, without columns that have no information."""
     wanted = [
         (metric, kind)
         for metric in METRICS

@@ -54,7 +54,7 @@ def _text(rule: Rule) -> str:
 
 
 def _apply(rule: Rule, table: Table) -> tuple[str, str]:
-    """Verdict of one rule over its columns, and the differences; incomplete if a row that it needs has not run."""
+    """Verdict of one rule over its columns, and the differences."""
     titles = [column.title for column in table.study.columns]
     places = [titles.index(title) for title in rule.columns] or range(len(titles) if "@" not in rule.row else 1)
     rows = [row for row in (rule.row, rule.than) if row]
@@ -132,7 +132,7 @@ def _failure(cell: TableCell, column: Sequence[TableCell], metric: StudyMetric) 
 
 
 def add(page: "Page", tables: Iterable[Table]) -> None:
-    """Add a table of verdicts to a page: claim, what was run, and the verdict of each study with its rules."""
+    """Add a table of claims, runs and verdicts to a page."""
     lines, details = [["study", "the paper's claim", "what was run", "verdict"]], list[str]()
     for table in tables:
         if table.study.rules:

@@ -29,7 +29,7 @@ def lacking(run: Run, whole: bool = False) -> str:
 
 
 def recipe_rows() -> tuple[list[list[str]], dict[str, str]]:
-    """List the recipes with what they train and if they can run here; and why data is missing, by its name."""
+    """List the recipes, which can run here, and why data is missing, by its name."""
     missing: dict[str, str] = {}
     lines = []
     for name, recipe in RECIPES.items():

@@ -54,7 +54,7 @@ def runs(norms: Sequence[str], out: Path, steps: int, seed: int = 0) -> dict[Pat
 
 
 def fold_and_time(folders: Sequence[Path], rounds: int = ROUNDS) -> None:
-    """Fold the first run whose norms all fold, score it again, and time all models; add all to the results.
+    """Fold the first run whose norms all fold, score it again, and time all models.
 
     The result of each run gets `fold`: how many norms fold away; seconds to decode 64 words as trained and, of the
     folded run, as folded.

@@ -126,7 +126,7 @@ class RunCallback(lightning.Callback):
             self._started = None
 
     def _validate(self, trainer: Any, module: Any) -> None:
-        """Score the validation split, with averaged weights if there are any; the processes use rank 0's scores."""
+        """Score the validation split, with averaged weights if any; all processes use rank 0's scores."""
         averaging = [c for c in trainer.callbacks if isinstance(c, WeightAveraging)]
         for each in averaging:
             each.on_validation_epoch_start(trainer, module)  # exchanges the weights and their average

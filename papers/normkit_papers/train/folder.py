@@ -120,7 +120,7 @@ def check_vocabularies(run: str, before: Vocabularies, vocabularies: Vocabularie
 
 
 def differences(found: Mapping[str, Any], run: Run) -> dict[str, tuple[Any, Any]]:
-    """Return the settings in which others differ from a run: their value and the run's; not those in MOVABLE."""
+    """Return the settings, but those in MOVABLE, that differ from a run's: both values."""
     before, now = (flat(json.loads(json.dumps(tree))) for tree in (without_retired(found), dataclasses.asdict(run)))
     names = dict.fromkeys((*now, *before))
     both = {name: (before.get(name), now.get(name)) for name in names if name not in MOVABLE}

@@ -305,7 +305,7 @@ def _rand_augment(name: str, size: int, mean: tuple[float, float, float]) -> Any
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the global generators of PyTorch (CPU), NumPy and Python inside the block, and restore them after it.
+    """Seed the global generators of PyTorch (CPU), NumPy and Python inside the block alone.
 
     >>> with seeded(1):
     ...     first = torch.rand(())

@@ -22,12 +22,12 @@ def is_rank_zero() -> bool:
 
 
 def device_type(device: str) -> str:
-    """Return "cuda" or "cpu" for a run's `device`; Lightning's own "auto" may choose Apple's GPUs, without float64."""
+    """Return "cuda" or "cpu" for a run's `device`; Apple's GPUs have no float64."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def check_devices(run: Run) -> None:
-    """Raise a ValueError if a run needs GPUs that this machine lacks, or another number of processes than there is."""
+    """Raise a ValueError if a run needs GPUs or processes that are not there."""
     there, cores = torch.cuda.device_count(), os.cpu_count() or 1
     on_gpus = device_type(run.device) == "cuda"
     if on_gpus and run.devices > there:
