@@ -36,7 +36,7 @@ def recipe_rows() -> tuple[list[list[str]], dict[str, str]]:
         run = recipe()
         if why := lacking(run):
             missing[run.data] = why
-        gpu = "GPU" in recipe.cost and not _has_gpu()
+        gpu = "GPU" in recipe.about and not _has_gpu()
         state = f"lacks {run.data}" if why else "needs a GPU" if gpu else "runs here"
         lines.append([name, state, recipe.about])
     return lines, missing
