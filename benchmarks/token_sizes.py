@@ -57,11 +57,13 @@ def main(arguments: list[str] | None = None) -> None:
     position = torch.arange(LENGTH - 1).repeat(len(token) // (LENGTH - 1))
     command = shlex.join(["python", "benchmarks/token_sizes.py", *(arguments or sys.argv[1:])])
     where = {"tokens": len(token), "command": command, "commit": rows.commit(), "device": rows.processor()}
-    rows.keep(given.out, FIELDS, ("norm",), [
-        {"depth": depth, "norm": name, "deviation": f"{size.std():.4f}", "by_position": f"{explained(size, position):.4f}",
-         "by_token": f"{explained(size, token):.4f}", **where}
-        for depth, name in enumerate(sizes) for size in [torch.cat(sizes[name])[:, 1:].flatten()]
-    ])  # fmt: skip
+    found = []
+    for depth, (name, parts) in enumerate(sizes.items()):
+        size = torch.cat(parts)[:, 1:].flatten()
+        parted = {"by_position": explained(size, position), "by_token": explained(size, token)}
+        values = {key: f"{value:.4f}" for key, value in {"deviation": float(size.std()), **parted}.items()}
+        found.append({"depth": depth, "norm": name, **values, **where})
+    rows.keep(given.out, FIELDS, ("norm",), found)
 
 
 if __name__ == "__main__":
