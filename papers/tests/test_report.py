@@ -169,7 +169,7 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking",
 
 
 def test_the_page_in_a_browser(runs, tmp_path):
-    """Nothing is loaded or run but the page's own script; charts are drawn, and fit phones and dark screens."""
+    """Nothing is loaded or run but the page's own script, and charts fit phones and dark screens."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:

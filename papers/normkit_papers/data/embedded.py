@@ -23,12 +23,13 @@ import torch
 from normkit._util import unknown
 from normkit_papers.data import Data
 from normkit_papers.data.corpora import SPLITS, locate, split_of
+from normkit_papers.data.pairs import PairTable
 from normkit_papers.data.vocab import BOS, EOS, SPECIAL, Vocab
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pairs(Data):
-    """Pairs of sequences: lists of the numbers of source and target symbols, including the end.
+    """Pairs of sequences, a `PairTable` per split.
 
     `test` has each item once; `references` has all of its correct targets, as symbols.
     """
@@ -127,7 +128,7 @@ def reader(name: str) -> Callable[[], Any]:
 
 
 def pairs_in(folder: str) -> Pairs:
-    """Read `train.source`, `train.target`, `valid.source` ...: a sequence per line, symbols between spaces.
+    """Read `train.source`, `train.target` ...: a sequence per line, symbols between spaces.
 
     The vocabularies have the symbols of the training split. Test lines with the same source are one item with several
     references.
@@ -157,7 +158,7 @@ def _encoded(name: str, splits: dict[str, list[tuple[Any, Any]]], vocabularies: 
     splits["test"] = [(source, targets[0]) for source, targets in answers.items()]
     encode = [vocab.encode for vocab in vocabularies.values()]
     made = {
-        split: [([*encode[0](source), EOS], [*encode[1](target), EOS]) for source, target in pairs]
+        split: PairTable.of([([*encode[0](source), EOS], [*encode[1](target), EOS]) for source, target in pairs])
         for split, pairs in splits.items()
     }
     return Pairs(name=name, **made, references=list(answers.values()), vocabularies=vocabularies)

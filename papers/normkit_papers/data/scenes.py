@@ -116,7 +116,7 @@ class Scenes:
         return image
 
     def objects(self, index: int, masks: bool) -> dict[str, Tensor]:
-        """Return the objects of an image as torchmetrics scores them; masks of 0 and 1 are `[n, height, width]`."""
+        """Return the objects of an image for torchmetrics, with masks `[n, height, width]` of 0 and 1."""
         from pycocotools import mask
 
         scene = self.scenes[index]

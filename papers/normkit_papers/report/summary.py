@@ -1,4 +1,4 @@
-"""The table of runs: means over seeds with intervals, what each lacks to the best, and what folding changed."""
+"""The table of runs: means over seeds with intervals, and what folding changed."""
 
 import math
 import statistics
@@ -38,21 +38,17 @@ class Group(NamedTuple):
         return [float(score[metric.key]) for score in scores if isinstance(score.get(metric.key), int | float)]
 
     def error(self, kind: str, metric: Metric) -> float:
-        """Half the 95 % interval: over seeds, or of the test set for one seed; nan if unknown."""
-        values = self.values(kind, metric)
-        if len(values) != 1:
-            return interval(values)[1] if values else math.nan
-        score = self.results[0]["scores"][kind]
-        error = score.get(f"{metric.key}_error")
+        """Sampling error of the first seed's score; nan if it is unknown."""
+        score = self.results[0]["scores"].get(kind) or {}
+        error, value = score.get(f"{metric.key}_error"), score.get(metric.key)
         if error is None and metric.key == "accuracy" and score.get("n"):
-            error = 100 * math.sqrt(max(values[0] * (100 - values[0]), 0) / 1e4 / score["n"])
-        return math.nan if error is None else 1.96 * error
+            error = 100 * math.sqrt(max(value * (100 - value), 0) / 1e4 / score["n"])
+        return math.nan if error is None else error
 
     def lacks(self, best: "Group", kind: str, metric: Metric) -> tuple[float, float]:
         """How far the best group is ahead, and half the 95 % interval; nan if that is not known."""
-        less, half = difference(best.values(kind, metric), self.values(kind, metric))
-        if math.isnan(half):
-            half = math.hypot(best.error(kind, metric), self.error(kind, metric))
+        errors = best.error(kind, metric), self.error(kind, metric)
+        less, half = difference(best.values(kind, metric), self.values(kind, metric), errors)
         return metric.better * less, half
 
     def fold(self, name: str) -> Any:
@@ -70,7 +66,7 @@ def groups(results: Results) -> dict[str, list[Group]]:
 
 
 def cells(members: Sequence[Group]) -> list[list[str]]:
-    """Format the table of one task: a heading, then a row for each group; columns without information are left out."""
+    """Format the table of one task, without columns that have no information."""
     wanted = [
         (metric, kind)
         for metric in METRICS
@@ -91,7 +87,7 @@ def _row(group: Group, members: Sequence[Group], wanted: Sequence[tuple[Metric, 
     yield str(len(group.results))
     for metric, kind in wanted:
         values, digits = group.values(kind, metric), 3 if metric.key == "loss" else 1
-        yield _number(statistics.fmean(values), group.error(kind, metric), digits) if values else "-"
+        yield _number(*interval(values, group.error(kind, metric)), digits) if values else "-"
     yield _to_the_best(group, members, wanted)
     yield group.fold("foldable") or "-"
     for name in ("seconds_trained", "seconds_folded"):

@@ -17,7 +17,7 @@ NONE = "-"
 
 
 class TableCell(NamedTuple):
-    """The paper's figure, if it printed one, and our runs; None for figures that the paper quotes from others."""
+    """The paper's figure, if it printed one, and our runs, which are None for quoted figures."""
 
     printed: str | None
     runs: list[CsvRow] | None
@@ -73,7 +73,7 @@ def build(study: Study, scale: str, rows: Sequence[CsvRow]) -> Table:
 
 
 def grid(table: Table) -> list[list[str]]:
-    """Format a table: two lines of headings (column; "paper", or "ours" with data that stands in), then the rows."""
+    """Format a table: two lines of headings (column; "paper" or "ours"), then the rows."""
     heads: list[list[str]] = [[""], [""]]
     ran, paper = (_data(table.study, scale) for scale in (table.scale, "paper"))
     lines = [[escape(row.label)] for row in table.study.rows]
