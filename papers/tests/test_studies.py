@@ -209,7 +209,7 @@ def test_our_figures_appear_beside_the_papers(tmp_path):
     assert grid[0] == ["", "PER", "PER", "PER, shuffled", "PER, shuffled", "pictures"]
     assert grid[2] == ["theirs", "9.0", "-", "/", "-", "80.0"]
     assert grid[3] == ["LN", "10.0", "13.3 ± 5.5 (3)", "10.5", "diverged at step 7", "81.3"]
-    assert grid[4] == ["UN", "11.0*", "failed", "FAIL", "not yet run", "81.0"]
+    assert grid[4] == ["UN", "11.0*", "failed", "FAIL", "not yet run (2 min)", "81.0"]
     assert "failed: no memory" in table.text(built(TOY, tmp_path))
 
 

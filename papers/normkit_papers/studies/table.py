@@ -23,6 +23,7 @@ class TableCell(NamedTuple):
     runs: list[CsvRow] | None
     values: list[float]
     digits: int = 1
+    minutes: float = math.nan  # that the other runs of the column took, if there are any
 
     def __str__(self) -> str:
         """Format ours: mean ± sample standard deviation (n), and runs that did not finish.
@@ -31,7 +32,8 @@ class TableCell(NamedTuple):
         'diverged at step 7'
         """
         if not self.runs:
-            return NONE if self.runs is None else NOT_YET
+            cost = "" if math.isnan(self.minutes) else f" ({self.minutes:.0f} min)"
+            return NONE if self.runs is None else NOT_YET + cost
         parts = []
         if n := len(self.values):
             finite = n > 1 and all(map(math.isfinite, self.values))
@@ -69,6 +71,12 @@ def build(study: Study, scale: str, rows: Sequence[CsvRow]) -> Table:
             printed = row.printed[place] if row.printed else None
             line.append(TableCell(printed, None if row.settings is None else runs, values, metric.digits))
         lines.append(line)
+    for place in range(len(study.columns)):
+        runs = [run for line in lines for run in line[place].runs or ()]
+        took = [float(run["minutes"]) for run in runs if run.get("minutes")]
+        if took:
+            for line in lines:
+                line[place] = line[place]._replace(minutes=statistics.median(took))
     return Table(study, scale, lines)
 
 
@@ -129,7 +137,7 @@ def remarks(table: Table) -> list[str]:
             "Commits": {run["commit"] for run in made},
         }
         lines += [f"{title}: {'; '.join(sorted(found))}." for title, found in facts.items() if found]
-        lines.append("Ours: mean ± sample standard deviation (number of runs).")
+        lines.append("Ours: mean ± sample standard deviation (number of runs); of runs to come, the minutes of a core.")
         failed = {run["run"]: run["status"] for run in runs if run["status"].startswith("failed: ")}
         lines += [escape(f"{folder} {status}") for folder, status in failed.items()]
     return lines
