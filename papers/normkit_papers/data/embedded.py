@@ -47,10 +47,6 @@ class Text(Data):
     words: int = 0
 
 
-class Digits(Data):
-    """Images `[n, channels, size, size]` in [0, 1] and their classes `[n]` for each split."""
-
-
 @functools.cache  # three seconds; a demo trains several models in each process
 def cmudict() -> Pairs:
     """Read the CMU Pronouncing Dictionary without stress marks: graphemes to phonemes.
@@ -94,8 +90,8 @@ def pydoc() -> Text:
     return Text(name=f"pydoc (Python {version})", **streams, vocabularies={"words": vocab})
 
 
-def digits() -> Digits:
-    """Handwritten digits, 8 x 8 grey values in [0, 1]: the test half of UCI's data set."""
+def digits() -> Data:
+    """Handwritten digits of UCI: images `[n, 1, 8, 8]` in [0, 1], and their classes `[n]`."""
     from sklearn.datasets import load_digits
 
     bunch: Any = load_digits()
@@ -104,10 +100,10 @@ def digits() -> Digits:
     where = [split_of(f"digit {number}") for number in range(len(labels))]
     chosen = {split: torch.tensor([at == split for at in where]) for split in SPLITS}
     parts = {split: (images[rows], labels[rows]) for split, rows in chosen.items()}
-    return Digits(name="digits", **parts, vocabularies={"classes": Vocab(map(str, range(10)))})
+    return Data(name="digits", **parts, vocabularies={"classes": Vocab(map(str, range(10)))})
 
 
-SOURCES: dict[str, Callable[[], Pairs | Text | Digits]] = {"cmudict": cmudict, "pydoc": pydoc, "digits": digits}
+SOURCES: dict[str, Callable[[], Data]] = {"cmudict": cmudict, "pydoc": pydoc, "digits": digits}
 """By name."""
 
 

@@ -179,6 +179,14 @@ class Layer(nn.Module):
         return apply_norm(norm, x + self.dropout(block(x)), real)
 
 
+def causal(tokens: Tensor, start: int) -> dict[str, Any]:
+    """Return the arguments by which layers let each token, the first at `start`, attend to none behind it."""
+    length = tokens.shape[1]
+    if not start or length == 1:
+        return {"causal": not start}
+    return {"mask": torch.ones(length, start + length, dtype=torch.bool, device=tokens.device).tril(start)}
+
+
 class Stack(nn.Module):
     """Layers, and the final norm of pre-norm models."""
 

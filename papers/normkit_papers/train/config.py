@@ -7,13 +7,13 @@ studies. A task has no settings that it does not use.
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic_core
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from normkit._util import pick, require
+from normkit._util import require
 from normkit.norms import parse
 from normkit.watch.quantities import choose
 from normkit_papers.fields import CHECKED, Below1, Count, Fraction, Natural, NotNegative, Positive, explain
@@ -62,7 +62,7 @@ class Images:
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class Run:
-    """Settings of every task; `Run(task="lm", ...)` makes those of that task, a `LanguageRun`."""
+    """Settings of every task, each of which has a class of its own, such as `LanguageRun`."""
 
     uses: ClassVar[tuple[str, ...]] = ()
     """Those of `OF_SOME_TASKS` that the task's models use."""
@@ -147,11 +147,6 @@ class Run:
     """Average the weights of up to this many checkpoints at the end; without any checkpoint, use the last weights."""
     average_of: Literal["last", "best"] = "last"
     """Checkpoints to average: the last ones, or the best of the validations."""
-
-    def __new__(cls, **given: Any) -> Any:
-        """Make settings of the class of the task."""
-        kind: Any = pick(RUNS, given.get("task", ""), "task") if cls is Run else cls
-        return super().__new__(kind)
 
     def __post_init__(self):
         inside = ".." not in self.name.split("/") and not self.name.startswith("/")
@@ -356,5 +351,4 @@ class DetectionRun(Run):
 
 
 AnyRun = G2PRun | TranslationRun | LanguageRun | DigitsRun | ImageRun | DetectionRun
-RUNS: dict[str, type[Run]] = {kind.task: kind for kind in get_args(AnyRun)}
 RUN: TypeAdapter[AnyRun] = TypeAdapter(Annotated[AnyRun, Field(discriminator="task")])
