@@ -87,7 +87,7 @@ class Removal:
                 f"{self.stay}"
             )
         learned = self.scores["without norms"] < self.scores["fitted"]
-        text = f"The score rose by {self.rise:.2g}. "
+        text = f"The rise is {self.rise:.2g}. "
         text += f"More steps than {self.steps} lower it." if learned else "Training did not help: lower lr."
         return text + next((f" To compare: {kept}." for unit, kept in KEPT.items() if unit in self.unit), "")
 

@@ -213,6 +213,13 @@ def test_our_figures_appear_beside_the_papers(tmp_path):
     assert "failed: no memory" in table.text(built(TOY, tmp_path))
 
 
+@pytest.mark.parametrize("name", ["tears.table4", "core.language-models-rates"])
+def test_the_size_of_a_test_set_is_named_once(tmp_path, name):
+    found, _ = rows.known(STUDIES[name], "pocket", tmp_path)
+    (data,) = [line for line in table.remarks(table.build(STUDIES[name], "pocket", found)) if line.startswith("Data:")]
+    assert re.findall(r"(\S+) test items", data) == ["1,112" if name == "tears.table4" else "12,931"]
+
+
 def test_a_row_of_a_csv_replaces_that_of_the_same_run(tmp_path):
     path, first = tmp_path / "toy.csv", expand(TOY, "pocket")[0]
     put(first, tmp_path)

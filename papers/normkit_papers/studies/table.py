@@ -113,6 +113,12 @@ def text(table: Table) -> str:
     return "\n".join([heading(table.study), "", align(lines, range(1, len(lines[0])), heads=2), "", *notes])
 
 
+def _scored(run: CsvRow) -> str:
+    """Name the data of a run, and how much it is scored on."""
+    told = not run["items"] or "scored on" in run["data"]
+    return run["data"] if told else f"{run['data']}, {int(run['items']):,} test items"
+
+
 def heading(study: Study) -> str:
     """Name study, title and source in a line."""
     return f"{study.id}: {study.title}{f' ({study.source})' if study.source else ''}"
@@ -132,7 +138,7 @@ def remarks(table: Table) -> list[str]:
     if runs := table.runs:
         made = [run for run in runs if run.get("device")]
         facts = {
-            "Data": {f"{run['data']}, {run['items']} test items" if run["items"] else run["data"] for run in made},
+            "Data": {_scored(run) for run in made},
             "Devices": {f"{run['device']}, {run['threads']} thread(s)" for run in made},
             "Commits": {run["commit"] for run in made},
         }
