@@ -39,7 +39,7 @@ def check_devices(run: Run) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ or not is_rank_zero():  # another rank would train and write nothing
         started = os.environ.get("WORLD_SIZE", "several")
         if started != str(run.devices):
-            raise ValueError(f"a launcher started {started} processes, and the run is for {run.devices}; give --devices")
+            raise ValueError(f"{started} processes were started, and the run is for {run.devices}; give --devices")
 
 
 def make_strategy(run: Run) -> Any:
