@@ -36,9 +36,10 @@ def check_devices(run: Run) -> None:
         )
     if run.devices > 4 * cores and not on_gpus:
         raise ValueError(f"the run is for {run.devices} processes, and this machine has {cores} cores; give --devices")
-    started = os.environ.get("WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
-    if started not in (None, str(run.devices)):
-        raise ValueError(f"torchrun started {started} processes, but the run is for {run.devices}; give --devices")
+    if "TORCHELASTIC_RUN_ID" in os.environ or not is_rank_zero():  # another rank would train and write nothing
+        started = os.environ.get("WORLD_SIZE", "several")
+        if started != str(run.devices):
+            raise ValueError(f"{started} processes were started, and the run is for {run.devices}; give --devices")
 
 
 def make_strategy(run: Run) -> Any:
