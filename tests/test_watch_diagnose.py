@@ -237,6 +237,8 @@ def test_complete_and_healthy_rows_have_no_findings():
 def test_too_little_to_judge_by():
     """Running statistics still show their initial values before 20 steps."""
     assert "evaluation" in unchecked(healthy(steps=12))
+    few = [Row(step, "", "", "loss", 5.0) for step in (1, 50)]
+    assert "100 steps" in unchecked(few), "how many steps a check takes"
     young = [Row(step, "a", "BatchNorm1d", "gap_batch", 2.0) for step in range(1, 12)]
     assert kinds(young) == []
     assert kinds([*young, Row(20, "a", "BatchNorm1d", "gap_batch", 2.0)]) == ["evaluation"]
