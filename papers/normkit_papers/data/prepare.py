@@ -79,10 +79,11 @@ def prepare(
     if share:
         vocabularies["target"] = vocabularies["source"]
     flat = {name: array.numpy() for name, array in arrays.items()}
-    tables = {
-        split: PairTable(*(Ragged(flat[f"{split}.{side}"], flat[f"{split}.{side}.offsets"]) for side in vocabularies))
-        for split in SPLITS
-    }
+
+    def read(side: str) -> Ragged:
+        return Ragged(flat[side], flat[f"{side}.offsets"])
+
+    tables = {split: PairTable(read(f"{split}.source"), read(f"{split}.target")) for split in SPLITS}
     return Parallel(
         name=located.name, corpus=corpus, **tables, vocabularies=vocabularies, lines=located.lines, facts=note["facts"]
     )

@@ -42,8 +42,9 @@ class Group(NamedTuple):
     def error(self, kind: str, metric: Metric) -> float:
         """Sampling error of the first seed's score; nan if it is unknown."""
         score = self.results[0]["scores"].get(kind) or {}
-        error, value = score.get(f"{metric.key}_error"), score.get(metric.key)
+        error = score.get(f"{metric.key}_error")
         if error is None and metric.key == "accuracy" and score.get("n"):
+            value = score[metric.key]
             error = 100 * math.sqrt(max(value * (100 - value), 0) / 1e4 / score["n"])
         return math.nan if error is None else error
 

@@ -30,6 +30,8 @@ class TableCell(NamedTuple):
 
         >>> str(TableCell(None, [{"status": "diverged at step 7"}], []))
         'diverged at step 7'
+        >>> str(TableCell(None, [{"status": "done"}], [0.00002], digits=4))
+        '2.0e-05 (1)'
         """
         if not self.runs:
             cost = "" if math.isnan(self.minutes) else f" ({self.minutes:.0f} min)"
@@ -37,8 +39,9 @@ class TableCell(NamedTuple):
         parts = []
         if n := len(self.values):
             finite = n > 1 and all(map(math.isfinite, self.values))
-            spread = f" ± {statistics.stdev(self.values):,.{self.digits}f}" if finite else ""
-            parts.append(f"{statistics.fmean(self.values):,.{self.digits}f}{spread} ({n})")
+            mean, spread = statistics.fmean(self.values), statistics.stdev(self.values) if finite else math.nan
+            form = f",.{self.digits}f" if mean == 0 or abs(mean) >= 10**-self.digits else ".1e"
+            parts.append(f"{mean:{form}}{f' ± {spread:{form}}' if finite else ''} ({n})")
         if bad := [row["status"].split(": ")[0] for row in self.runs if row["status"] != "done"]:
             parts.append(bad[0] if len(self.runs) == 1 else f"{len(bad)} of {len(self.runs)} {bad[0]}")
         return escape("; ".join(parts)) or "no such score"

@@ -30,7 +30,7 @@ class Translation(Task):
         short = np.flatnonzero((data.train.both <= limit).all(1))  # longer training pairs are left out
         self._train = data.train if len(short) == len(data.train) else data.train.take(short)
         self._valid, self._test_items = data.valid, spread(len(test), run.test_items or len(test))
-        self._test = test.take(self._test_items)
+        self._test: PairTable = test.take(self._test_items)
         if not len(short):
             raise ValueError(f"the train split of {data.name} has no pair within max_length={limit}; raise "
                              "--model.max-length")  # fmt: skip
