@@ -197,6 +197,21 @@ def align(lines: Sequence[Sequence[str]], right: Collection[int] = (), heads: in
     return "\n".join(aligned)
 
 
+def narrow(lines: Sequence[Sequence[str]], most: int) -> list[list[list[str]]]:
+    """Split a table into tables at most so many characters wide where possible, each with the first column.
+
+    >>> narrow([["norm", "PER", "loss"], ["un", "9.5", "0.31"]], 12)
+    [[['norm', 'PER'], ['un', '9.5']], [['norm', 'loss'], ['un', '0.31']]]
+    """
+    widths = [max(map(len, column)) + 2 for column in zip(*lines, strict=True)]
+    parts = [[0]]
+    for column in range(1, len(widths)):
+        if len(parts[-1]) > 1 and sum(widths[each] for each in [*parts[-1], column]) - 2 > most:
+            parts.append([0])
+        parts[-1].append(column)
+    return [[[line[column] for column in part] for line in lines] for part in parts]
+
+
 def truncate(names: Sequence[str], most: int = 6) -> list[str]:
     """The first names of a list and the number of the others.
 

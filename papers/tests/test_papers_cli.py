@@ -54,7 +54,7 @@ def test_the_demo_folds_one_norm_and_times_all(demo):
     assert load(demo / "un" / "folded").run.model.norm == "nonorm"
 
 
-def test_a_run_takes_a_norm_of_ones_own(tmp_path, monkeypatch):
+def test_a_run_takes_a_norm_of_ones_own(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", list(sys.path))
     path = tmp_path / "norms_of_ones_own.py"
     path.write_text("import normkit\nnormkit.NORMS['mine'] = normkit.NORMS['layer']\n")
@@ -63,6 +63,9 @@ def test_a_run_takes_a_norm_of_ones_own(tmp_path, monkeypatch):
         assert results.read(tmp_path / "run")["run"]["model"]["norm"] == "mine"
     finally:
         normkit.NORMS.pop("mine", None)
+    capsys.readouterr()
+    assert main(["use", "fold", str(tmp_path / "run"), "--out", str(tmp_path / "folded")]) == 2
+    assert "--import" in capsys.readouterr().err
     assert main([*SHORT, "--import=no_such_module", "--out", str(tmp_path / "other")]) == 2
     assert not (tmp_path / "other").exists()
 

@@ -220,6 +220,15 @@ def test_the_size_of_a_test_set_is_named_once(tmp_path, name):
     assert re.findall(r"(\S+) test items", data) == ["1,112" if name == "tears.table4" else "12,931"]
 
 
+@pytest.mark.parametrize("name", ["un.table4", "tears.table8", "core.language-models-rates"])
+def test_a_printed_table_fits_into_120_columns(tmp_path, name):
+    found, _ = rows.known(STUDIES[name], "pocket", tmp_path)
+    made = table.build(STUDIES[name], "pocket", found)
+    printed = table.text(made)
+    assert max(map(len, printed.splitlines())) <= 120
+    assert all(cell in printed for line in table.grid(made) for cell in line), "columns that have no room stand below"
+
+
 def test_a_row_of_a_csv_replaces_that_of_the_same_run(tmp_path):
     path, first = tmp_path / "toy.csv", expand(TOY, "pocket")[0]
     put(first, tmp_path)

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from normkit._util import align
+from normkit._util import align, narrow
 from normkit_papers.report.seeds import difference, interval
 from normkit_papers.report.settings import Results, job, labels
 from normkit_papers.tasks import METRICS, Metric
@@ -124,20 +124,8 @@ def text(results: Results) -> str:
     """Format the tables, as commands print them: columns that a line has no room for stand below, with the norms."""
     parts = list[str]()
     for kind, members in groups(results).items():
-        parts += [kind, *(align(lines, right=range(1, len(lines[0])), heads=1) for lines in narrow(cells(members)))]
+        parts += [
+            kind,
+            *(align(lines, right=range(1, len(lines[0])), heads=1) for lines in narrow(cells(members), WIDTH)),
+        ]
     return "\n\n".join([*parts, textwrap.fill(ABOUT, WIDTH)])
-
-
-def narrow(lines: Sequence[Sequence[str]], most: int = WIDTH) -> list[list[list[str]]]:
-    """Split a table into tables that a line has room for, each with the first column.
-
-    >>> narrow([["norm", "PER", "loss"], ["un", "9.5", "0.31"]], 12)
-    [[['norm', 'PER'], ['un', '9.5']], [['norm', 'loss'], ['un', '0.31']]]
-    """
-    widths = [max(map(len, column)) + 2 for column in zip(*lines, strict=True)]
-    parts = [[0]]
-    for column in range(1, len(widths)):
-        if sum(widths[each] for each in [*parts[-1], column]) - 2 > most:
-            parts.append([0])
-        parts[-1].append(column)
-    return [[[line[column] for column in part] for line in lines] for part in parts]

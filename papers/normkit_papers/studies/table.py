@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from normkit._util import align, escape
+from normkit._util import align, escape, narrow
 from normkit_papers.metrics import STUDY_METRICS
 from normkit_papers.studies.rows import SEPARATOR, CsvRow
 from normkit_papers.study import Study, expand
@@ -111,9 +111,11 @@ def _data(study: Study, scale: str) -> list[list[str]]:
 
 def text(table: Table) -> str:
     """Format a table with its heading and remarks, as `papers study` prints it."""
-    lines = grid(table)
-    notes = [textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in remarks(table)]
-    return "\n".join([heading(table.study), "", align(lines, range(1, len(lines[0])), heads=2), "", *notes])
+    parts = [align(lines, range(1, len(lines[0])), heads=2) for lines in narrow(grid(table), WIDTH)]
+    title, *notes = (
+        textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in (heading(table.study), *remarks(table))
+    )
+    return "\n".join([title, "", "\n\n".join(parts), "", *notes])
 
 
 def _scored(run: CsvRow) -> str:

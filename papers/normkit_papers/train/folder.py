@@ -48,7 +48,7 @@ def load(folder: str | Path) -> Loaded:
     try:
         model = build_model(run.task, run.model, vocabularies)
     except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
+        raise ValueError(f"{folder}: {error}; if its norm is your own, add --import FILE") from None
     load_weights(model, folder / "model.safetensors")
     return Loaded(run, model.eval(), vocabularies)
 
