@@ -60,7 +60,7 @@ def used(out: Any) -> Any:
 
 
 def make(name: str, weights: Path | None, text: Path | None) -> Subject:
-    """A model of MODELS, the same each time; with random statistics, gains and biases unless weights are given."""
+    """A model of MODELS, with random statistics, gains and biases unless weights are given."""
     import torch
 
     import normkit as nk
@@ -231,7 +231,7 @@ def described(subject: Subject, files: dict[tuple[str, str], Path], tried: list[
 
 
 def pooled(output: Any) -> Any:
-    """The mean over the tokens of `[batch, tokens, channels]`, or the whole output, as one vector in float64."""
+    """The mean over the tokens of `[batch, tokens, channels]`, or the whole output, in float64."""
     import torch
 
     out = torch.from_numpy(output).double()

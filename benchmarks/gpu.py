@@ -1,4 +1,4 @@
-"""Time and count all kernels on a CUDA device, in under 9 minutes; tests/test_triton.py checks them there.
+"""Time and count all kernels on a CUDA device, in under 9 minutes.
 
     python benchmarks/gpu.py OUT [--budget 500] [--only launches steps speed]
     python benchmarks/gpu.py OUT --dry          the script itself, at tiny sizes, under Triton's interpreter on a CPU
@@ -116,7 +116,7 @@ TORCH: dict[str, Callable] = {
 
 
 def providers(norm: str) -> dict[str, Callable]:
-    """Our kernel, PyTorch eager and compiled, and the packages that can be imported, as functions of (x, w, b)."""
+    """Our kernel, PyTorch, and the packages that can be imported, as functions of (x, w, b)."""
     found = {"ours": OURS[norm], "torch": TORCH[norm]}
     if not DRY:
         found["compiled"] = torch.compile(TORCH[norm], dynamic=False)

@@ -1,4 +1,4 @@
-"""Open what `normkit fold` wrote by transformers alone, of any version, and compare it with the original.
+"""Open what `normkit fold` wrote by transformers alone, and compare it with the original.
 
     PYTHONPATH=/tmp/transformers-4.57 python benchmarks/loaders.py /tmp/zoo --make
     python benchmarks/loaders.py /tmp/zoo --fold

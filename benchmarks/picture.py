@@ -1,4 +1,4 @@
-"""Draw the README's picture, time and likeness of a model with LayerNorm and without norms, from results/deploy.csv.
+"""Draw the README's picture from results/deploy.csv.
 
 python benchmarks/picture.py [--model minilm] [--out docs/pictures/deploy.svg]
 """

@@ -1,4 +1,4 @@
-"""Perplexity of a Llama with weights of 4 bits by torchao: as it is, its gains folded, and rotated after the fold.
+"""Perplexity of a Llama with weights of 4 bits: as it is, its gains folded, and rotated.
 
     python benchmarks/quantize.py /tmp/SmolLM2-135M-Instruct wiki.valid.tokens.xz
 

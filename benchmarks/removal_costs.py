@@ -1,4 +1,4 @@
-"""Draw what each norm costs alone, by depth, from the files that `normkit remove-norms --budget` writes.
+"""Draw what each norm costs alone, by depth, from files of `normkit remove-norms --budget`.
 
 python benchmarks/removal_costs.py docs/pictures/removal-costs.svg NAME=FILE.csv [NAME=FILE.csv ...]
 """

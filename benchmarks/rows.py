@@ -15,7 +15,7 @@ QUIET = {  # variables of a process that is timed: no spinning threads, no fresh
 
 
 def keep(path: Path, columns: Iterable[str], key: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Put rows into a CSV file, in the place of those with the same values in the columns `key`; sort by these."""
+    """Put rows into a CSV file, in place of those with the same `key`; sort by these columns."""
     key = tuple(key)
     old = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf8")))) if path.exists() else []
     made = {tuple(str(row[each]) for each in key): row for row in [*old, *rows]}

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 
 def rotation(size):
-    """Draw an orthogonal matrix: a Hadamard matrix times a random one of the odd part of the size, random signs."""
+    """Draw an orthogonal matrix: a Hadamard matrix times a random one, with random signs."""
     power = size & -size  # the largest power of two in the size
     q = torch.linalg.qr(torch.randn(size // power, size // power, dtype=torch.double)).Q.contiguous()
     while len(q) < size:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def built(forward: Callable, kind: str = "Model", **parts: Any) -> nn.Module:
-    """A model of these parts, of a class of this name; its forward is a function of the model and of its inputs."""
+    """A model of these parts, of a class of this name, with a forward of model and inputs."""
     model = type(kind, (nn.Module,), {"forward": forward})()
     for name, part in parts.items():
         setattr(model, name, part)

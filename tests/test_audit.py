@@ -6,6 +6,7 @@ from third_party_models import CASES, case_of, randomize
 from torch import nn
 
 from normkit.fold import audit, fold
+from normkit.fold.report import Audit, Outcome
 from normkit.models import convert
 
 
@@ -28,6 +29,14 @@ def test_the_table_names_readers_and_reasons():
     text = str(audit(convert(case.model, "un"), *case.args, **case.kwargs))
     for words in ("layers.0.self_attn.in_proj_weight", "model output", "4 of 5", "mask"):
         assert words in text
+
+
+def test_a_line_of_a_report_has_at_most_120_characters():
+    name, reader = "encoder.layer.0.attention.output.LayerNorm", "encoder.layer.0.attention.self.query"
+    found = Audit((Outcome(name, "un(warmup=0)", "folded", (reader,) * 9, "a reason " * 20),), ("the example",))
+    assert max(map(len, str(found).splitlines())) <= 120
+    assert str(found).count(reader) == 9
+    assert str(found).count("\n    ") >= 4, "what follows is below the norm, indented"
 
 
 # -- norms that others cancel ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Checkpoints that fold from folder to folder: the architecture stays, its own loader opens the result."""
+"""Checkpoints that fold from folder to folder, for the same loader."""
 
 import gc
 import json

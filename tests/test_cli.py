@@ -49,6 +49,7 @@ def test_bench_writes_its_rows(capsys, tmp_path):
         (["bench", "un", "--shape", "8"], "'8'"), (["bench", "un", "--rounds", "0"], "'0'"),
         (["bench", "un", "--dtype", "int8"], "int8"), (["audit", "nowhere"], "nowhere"), (["fold", "nowhere"], "--out"),
         (["diagnose", "nowhere"], "nowhere"),
+        (["bench", "un", "--norms"], "normkit bench --help"),
     ],
 )  # fmt: skip
 def test_wrong_use_is_one_line_that_names_what_was_given(capsys, words, named):

@@ -110,7 +110,7 @@ def test_norms_fold_into_experts_in_a_batch_and_out_of_them():
 
 
 class Routed(nn.Module):
-    """Two of many experts, slices of stacked weights and biases, add their rows; some experts are reached rarely."""
+    """Two of many experts, slices of stacked weights and biases, add their rows."""
 
     def __init__(self, experts: int, rank=lambda scores: scores.softmax(-1).topk(2), spec: str = "un"):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The result of folding: an ordinary model and a report; models with state; statistics that nothing has trained."""
+"""The result of folding: an ordinary model and a report; models with state."""
 
 import copy
 import pickle

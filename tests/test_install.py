@@ -1,4 +1,4 @@
-"""The release: sdist and wheels are built, and the wheel runs with torch and what torch requires alone."""
+"""The release: sdist and wheels are built, and the wheel runs with torch alone."""
 
 import importlib.metadata
 import itertools
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def required(name: str) -> set[str]:
-    """The distributions that a distribution requires, directly or indirectly, without extras; itself among them."""
+    """The distributions that a distribution requires, directly or not, without extras; itself too."""
     needs = [Requirement(line) for line in importlib.metadata.requires(name) or ()]
     names = [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
     return {canonicalize_name(name)}.union(*(required(each) for each in names))

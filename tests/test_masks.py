@@ -179,7 +179,7 @@ def test_flattened_tokens_of_a_model_with_time_first_keep_their_mask():
 
 
 class Tuned(nn.Module):
-    """What PEFT puts around a layer: `modules_to_save` and LN tuning train a copy, and keep the original beside it."""
+    """What PEFT puts around a layer: it trains a copy, and keeps the original beside it."""
 
     def __init__(self, layer):
         super().__init__()
@@ -191,7 +191,7 @@ class Tuned(nn.Module):
 
 
 class Tuner(nn.Module):
-    """What PEFT puts around a model. It calls the model's `forward` itself, so that hooks of the model do not run."""
+    """What PEFT puts around a model, whose `forward` it calls without the model's hooks."""
 
     def __init__(self, model, *layers):
         super().__init__()

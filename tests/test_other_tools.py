@@ -1,4 +1,4 @@
-"""Tools of other libraries that recognise norms by their class treat a converted model as they treated the original."""
+"""Tools that recognise norms by their class treat a converted model as the original."""
 
 import copy
 

@@ -16,7 +16,9 @@ from torchvision_stub import load_torchvision
 import normkit
 from normkit.cli import main
 from normkit.models.first_token import Clamp, keep_first_token
+from normkit.models.scale_loss import scale_deviation
 from normkit.norms import Norm
+from normkit.removal import remove
 from normkit.removal.folders import longest
 from normkit.removal.large_tokens import clamp_writers, large_first_token
 
@@ -182,6 +184,19 @@ def test_a_clamped_model_is_trained_block_by_block_and_continues_behind_the_last
     )  # fmt: skip
     assert steps == list(range(21, 61))
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in folded.state_dict().items())
+
+
+def test_a_clamped_model_is_trained_with_the_scale_loss(monkeypatch):
+    model, batches = language_model(300), first_tokens(2)
+    keep_first_token(model, 1)
+    rest = [{"input_ids": batch["input_ids"][:, 1:]} for batch in batches]
+    unequal = []
+    for weight in (0.0, 1.0):
+        monkeypatch.setattr(remove, "SCALES", weight)
+        folded, _ = normkit.remove_norms(model, rest, steps=10, lr=1e-2, clamp=True)
+        stream = folded(**rest[0], output_hidden_states=True).hidden_states[-1]
+        unequal.append(float(scale_deviation(stream, None).detach()))
+    assert unequal[1] < 0.95 * unequal[0]
 
 
 def test_layers_that_write_large_tokens_are_clamped_to_what_they_write_for_others():

@@ -56,7 +56,7 @@ CONSEQUENCES = {  # what else is found in runs of known fate: together they hold
 
 
 def test_forty_runs_of_known_fate():
-    """All but one are judged right: at a rate between healthy and collapsed, only the loss shows the fault."""
+    """All but one are judged right: at a rate between, only the loss shows the fault."""
     runs = watch_runs.read()
     expected = {name: {fate.kind} - {""} | CONSEQUENCES.get(name, set()) for name, fate in watch_runs.RUNS.items()}
     assert len(runs) >= 40
@@ -89,7 +89,7 @@ def test_statistics_that_carry_the_length_of_the_batch(norm, weight, hit):
 
 
 def pairs(by, steps=200):
-    """Rows of an encoder and a decoder; batches of 32 pairs, sorted by the first `by` of their two lengths."""
+    """Rows of an encoder and a decoder, for batches of 32 pairs sorted by `by` of their lengths."""
     generator = torch.Generator().manual_seed(0)
     source = torch.randint(4, 12, (32 * steps,), generator=generator)
     both = torch.stack([source, source + torch.randint(2, (32 * steps,), generator=generator)], 1)
@@ -237,6 +237,8 @@ def test_complete_and_healthy_rows_have_no_findings():
 def test_too_little_to_judge_by():
     """Running statistics still show their initial values before 20 steps."""
     assert "evaluation" in unchecked(healthy(steps=12))
+    few = [Row(step, "", "", "loss", 5.0) for step in (1, 50)]
+    assert "100 steps" in unchecked(few), "how many steps a check takes"
     young = [Row(step, "a", "BatchNorm1d", "gap_batch", 2.0) for step in range(1, 12)]
     assert kinds(young) == []
     assert kinds([*young, Row(20, "a", "BatchNorm1d", "gap_batch", 2.0)]) == ["evaluation"]

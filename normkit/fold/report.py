@@ -1,5 +1,6 @@
 """Reports of folding: the outcome of each norm, and the table of all."""
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ from normkit._util import align, listed
 
 GONE = ("folded", "folded back")
 UNREPLACED = ("kept", "gain changed")  # the module stays
+WIDTH = 118  # characters of a line
 UNEVEN = 1e4  # factor of a weight above which float16 and 8-bit integers suffer
 
 
@@ -87,7 +89,9 @@ class Audit:
         return "\n".join([", ".join(known), *said])
 
     def __str__(self) -> str:
-        return f"{self.table}\n{self.summary}"
+        lines = f"{self.table}\n{self.summary}".splitlines()
+        options = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
+        return "\n".join(textwrap.fill(line, WIDTH, **options) for line in lines)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Comparison(NamedTuple):
         x, y = (_real(each, mask) for each in (mine, theirs))
         if self.logits:
             return F.kl_div(x.log_softmax(-1), y.log_softmax(-1), reduction="none", log_target=True).sum(-1)
-        return 1 - F.cosine_similarity(x, y, dim=-1)
+        return (1 - F.cosine_similarity(x, y, dim=-1)).clamp_min(0)  # rounding may leave -1e-8
 
     @torch.no_grad()
     def mean(self, model: nn.Module, batches: Iterable[Any]) -> float:

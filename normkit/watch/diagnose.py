@@ -84,6 +84,7 @@ def _not_checked(how: str, entries: Sequence[tuple[Check, str, tuple[str, ...]]]
     kinds = dict.fromkeys(check.kind for check, *_ in entries)
     sites = dict.fromkeys(site for _, site, _ in entries)
     names = dict.fromkeys(name for *_, names in entries for name in names)
-    why = f"no {', '.join(names)}" if names else "too few steps or samples"
+    steps, samples = (max(getattr(check, name) for check, *_ in entries) for name in ("steps", "samples"))
+    why = f"no {', '.join(names)}" if names else f"takes {steps:g} steps with {samples} samples"
     where = f" at {format_sites(sites, recording)}" if any(sites) else ""
     return Finding(NOT_CHECKED, tuple(sites), f"{', '.join(kinds)}: {why}{where}; {how}", {})

@@ -32,7 +32,7 @@ def demo(
     out: Path = Path("runs/demo"),
     processes: int = 2,
 ) -> int:
-    """Train one Transformer with each of several norms on the CMU Pronouncing Dictionary, fold one, compare.
+    """Train one Transformer with each of several norms from spelling to sound, fold one, compare.
 
     Args:
         norms: Norm specs to compare; `normkit list` lists all.
@@ -57,7 +57,7 @@ def demo(
 
 
 def train(arguments: list[str]) -> int:
-    """Train a recipe; every setting of a run is a flag. Without a recipe, list all, and which can run here."""
+    """Train a recipe; every setting is a flag. Without a recipe, list all that there are."""
     from normkit_papers.recipes import RECIPES
     from normkit_papers.studies.catalogue import recipe_rows
     from normkit_papers.study import warm
@@ -296,9 +296,14 @@ def fold(run: tyro.conf.Positional[Path], out: Path) -> int:
         out: Folder for the folded run.
     """
     from normkit_papers.train.fold_run import fold_run
-    from normkit_papers.train.folder import load
+    from normkit_papers.train.folder import load, save
 
-    return _save(out, lambda: fold_run(load(run)))
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--out {out} is not an empty folder; name another one")
+    made, found = fold_run(load(run))
+    save(out, made)
+    _write(f"{found}\nsaved to {out}")
+    return 0
 
 
 def remove_norms(arguments: list[str]) -> int:
@@ -367,7 +372,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def import_modules(arguments: list[str]) -> list[str]:
-    """Import each module or .py file after `--import`, such as one with a norm of your own; return what is left."""
+    """Import each module or .py file after `--import`, and return the other arguments."""
     left, given = [], iter(arguments)
     for argument in given:
         option, is_joined, name = argument.partition("=")
@@ -435,18 +440,6 @@ def _failed(status: Mapping[Path, str]) -> int:
     for folder, each in bad.items():
         _complain(f"{folder}: {each}")
     return 1 if bad else 0
-
-
-def _save(out: Path, make: Callable[[], tuple[Any, object]]) -> int:
-    """Save a run that is made of another one into an empty folder, and print the report."""
-    from normkit_papers.train.folder import save
-
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--out {out} is not an empty folder; name another one")
-    made, found = make()
-    save(out, made)
-    _write(f"{found}\nsaved to {out}")
-    return 0
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Figures of the papers, drawn from result files and rows of any runs: a row of FIGURES and a function each."""
+"""Figures of the papers, drawn from result files and rows of any runs."""
 
 import re
 import statistics
@@ -60,7 +60,7 @@ AXES = {
 
 
 def _first_norms(*grid: dict[str, tuple[str, ...]]) -> Callable[[Runs], Drawn]:
-    """Draw a panel for each quantity of the first norm of some kinds, a line for each run; a dictionary is a row."""
+    """Draw a panel for each quantity of the first norm of some kinds; a dictionary is a row."""
 
     def draw(runs: Runs) -> Drawn:
         runs = with_quantities(runs, *(quantity for line in grid for quantity in line))
@@ -200,7 +200,7 @@ def _place(site: str) -> tuple[str, int] | None:
 
 
 def _validations(dashed: bool) -> Callable[[Runs], Drawn]:
-    """Draw scores on the validation split, a panel for each task; with `dashed`, runs that keep norms are dashed."""
+    """Draw validation scores, a panel for each task; if `dashed`, runs that keep norms are dashed."""
 
     def draw(runs: Runs) -> Drawn:
         tasks: dict[tuple[str, str], list[Recorded]] = {}
@@ -295,7 +295,7 @@ def _filtered(runs: Runs) -> Drawn:
 
 
 def _similarity(runs: Runs) -> Drawn:
-    """Draw a map for each run; sites are "a|b", layers of two models. `papers study un.figure6` measures them."""
+    """Draw a map for each run, from sites "a|b" that `papers study un.figure6` records."""
     runs = with_quantities(runs, "cka")
     figure = panels(1, len(runs), [run.label for run in runs], 360)
     for column, run in enumerate(runs, 1):

@@ -87,7 +87,7 @@ def _similarity(part: int) -> Summary:
 
 
 def _by_depth(quantity: str, sites: str, deep: bool) -> Summary:
-    """Average the last values of a quantity over the shallow or the deep half of the sites that match a pattern."""
+    """Average the last values of a quantity over the shallow or the deep half of some sites."""
 
     def summary(recording: Recording, last: int) -> float | None:
         found = [series.values[-1] for site, series in recording.of(quantity).items() if re.search(sites, site)]
@@ -98,7 +98,7 @@ def _by_depth(quantity: str, sites: str, deep: bool) -> Summary:
 
 
 def _dropped(late: bool) -> Summary:
-    """Average over norms the steps that filtration dropped in the first or the second half after the warm-up."""
+    """Average the steps that filtration dropped in the first or second half after the warm-up."""
 
     def summary(recording: Recording, last: int) -> float | None:
         middle, counts = (SKIPPED_START + 1) / 2 * last, list[float]()

@@ -13,7 +13,7 @@ PARTS = ("model", "images")
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A named run, with what it trains, what that costs and what to expect; calling it makes the run.
+    """A named run, with what it trains and what to expect; calling it makes the run.
 
     >>> RECIPES["lm_ptb_pocket"]().model.attention
     'multilinear'
@@ -21,7 +21,6 @@ class Recipe:
 
     name: str
     about: str
-    cost: str
     settings: Mapping[str, Any]
     note: str = ""
     flags: str = ""
@@ -34,7 +33,7 @@ class Recipe:
     def description(self) -> str:
         """All about the recipe, for its help."""
         command = f"papers train {self.name} {self.flags}\n\n" if self.flags else ""
-        return f"{self.about}\n\n{command}Cost: {self.cost}. {self.note}"
+        return f"{self.about}\n\n{command}{self.note}"
 
 
 def _read(path: Path) -> dict[str, Recipe]:
@@ -43,7 +42,7 @@ def _read(path: Path) -> dict[str, Recipe]:
         base = found[given.pop("base")].settings if "base" in given else {}
         if "valid_every" in given:
             given.setdefault("checkpoint_every", given["valid_every"])
-        texts = {key: " ".join(given.pop(key).split()) for key in ("about", "cost", "note", "flags") if key in given}
+        texts = {key: " ".join(given.pop(key).split()) for key in ("about", "note", "flags") if key in given}
         parts = {part: {**base.get(part, {}), **given.get(part, {})} for part in PARTS if part in {*base, *given}}
         found[name] = Recipe(name, settings={**base, **given, **parts}, **texts)
     return found

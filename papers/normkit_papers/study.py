@@ -80,7 +80,7 @@ class Row:
 
 
 class Rule(NamedTuple):
-    """What the paper claims of a row: it is better than another by at least `by`; `report.verdicts` judges it.
+    """What the paper claims of a row: it is better than another by at least `by`.
 
     Attributes:
         row: Label of the row; "ROW @ COLUMN" takes its number from that column instead.

@@ -20,10 +20,10 @@ FORKS.set_forkserver_preload(["normkit_papers.train.run"])
 class Program:
     """A program in the background: `python -c CODE ARGUMENTS` with these variables."""
 
-    def __init__(self, code: str, *arguments: str, cwd: Path | None = None, **variables: str):
+    def __init__(self, code: str, *arguments: str, **variables: str):
         self.output = Path(tempfile.mkdtemp())
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-        self.process = FORKS.Process(target=_run, args=(code, arguments, environment, cwd, self.output))
+        self.process = FORKS.Process(target=_run, args=(code, arguments, environment, self.output))
         self.process.start()
 
     @property
@@ -47,27 +47,22 @@ class Program:
         return self.process.exitcode or 0, out, err
 
 
-def _run(code: str, arguments: tuple[str, ...], environment: dict[str, str], cwd: Path | None, output: Path) -> None:
+def _run(code: str, arguments: tuple[str, ...], environment: dict[str, str], output: Path) -> None:
     for name, number in (("out", 1), ("err", 2)):
         os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT), number)
     os.environ.clear()
     os.environ.update(environment)
-    os.chdir(cwd or ".")
     sys.argv = ["-c", *arguments]
     exec(compile(code, "program", "exec"), {"__name__": "__main__"})
 
 
-def free_port() -> str:
-    """A port that no program uses."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
-
-
 def two_ranks(code: str) -> None:
     """Run a program in two processes with the variables that torchrun sets."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     variables = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}  # fmt: skip
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
     ranks = [Program(code, **variables, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
     ended = [rank.ended() for rank in ranks]
     assert [exit_code for exit_code, _, _ in ended] == [0, 0], ended

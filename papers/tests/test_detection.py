@@ -177,14 +177,6 @@ def test_augmentation_changes_picture_boxes_and_masks_alike(tmp_path):
     assert things > 20
 
 
-def test_an_image_that_cannot_be_read_is_named(tmp_path):
-    folder = scene_files.data_set(tmp_path)
-    broken = (folder / "images" / "002.png").read_bytes()
-    (folder / "images" / "002.png").write_bytes(broken[:200] + bytes(40) + broken[240:])
-    with pytest.raises(ValueError, match=r"^\S*002\.png cannot be read"):
-        train(dataclasses.replace(RUN, data=str(folder), valid_every=0, workers=1), tmp_path / "run")
-
-
 @pytest.mark.parametrize("bucketing", [False, True])
 def test_batches_resume_and_do_not_depend_on_workers(bucketing, tmp_path):
     data = find_scenes(str(scene_files.data_set(tmp_path, 8)))()

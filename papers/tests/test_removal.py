@@ -9,27 +9,27 @@ import torch
 from normkit_papers.cli import main
 from normkit_papers.models.config import Model
 from normkit_papers.removal import COSTS, FILE, Settings, remove_norms_of_run
-from normkit_papers.train.config import Run
+from normkit_papers.train.config import DigitsRun, G2PRun, LanguageRun
 from normkit_papers.train.folder import load
 from normkit_papers.train.run import train
 from safetensors.torch import load_file
 
 from normkit.norms import LayerNorm, StatNorm
 
-RUN = Run(
-    name="g2p", task="g2p", data="cmudict", steps=40,
+RUN = G2PRun(
+    name="g2p", data="cmudict", steps=40,
     model=Model(width=16, hidden=24, depth=1, heads=2, tie=False, max_length=64),
     batch_tokens=200, lr=3e-3, warmup=4, test_items=20, valid_items=40, record_every=0, threads=1,
 )  # fmt: skip
-DIGITS = Run(
-    name="digits", task="digits", data="digits", steps=40, batch_tokens=32, record_every=0, threads=1,
+DIGITS = DigitsRun(
+    name="digits", data="digits", steps=40, batch_tokens=32, record_every=0, threads=1,
     model=Model(width=16, hidden=16, depth=1, heads=2, dropout=0.1),
 )  # fmt: skip
 MIXED = dataclasses.replace(
     DIGITS, model=dataclasses.replace(DIGITS.model, norm_at={"*final_norm": "nonorm", "*feedforward_norm": "rms"})
 )
-CARRIED = Run(  # other numbers of texts side by side in training, validation and test
-    name="lm", task="lm", data="pydoc", steps=2, batch_tokens=64, context=16, test_context=200, record_every=0,
+CARRIED = LanguageRun(  # other numbers of texts side by side in training, validation and test
+    name="lm", data="pydoc", steps=2, batch_tokens=64, context=16, test_context=200, record_every=0,
     model=Model(width=8, hidden=8, depth=1, heads=2, attention="relative", memory=4), threads=1,
 )  # fmt: skip
 

@@ -83,6 +83,26 @@ def test_one_seed_has_the_sampling_error_and_a_folded_run_its_times():
     assert [found["un"][name] for name in shown] == ["9.0 ± 0.7", "10.0 ± 0.7", "9 of 10", "200.0", "150.0", "3e-14"]
 
 
+def test_the_printed_table_fits_into_120_columns_and_leaves_nothing_out():
+    un = result("un", 10.0, calibrated=9.0)
+    un["scores"] |= {"folded": score(10.0), "beam": score(9.5)}
+    un["fold"] = {"foldable": "9 of 10", "max_error": 3e-14, "seconds_trained": 0.2, "seconds_folded": 0.15}
+    made = {1: un, 2: result("un(outlier_filtration=True)", 10.9)}
+    printed = summary.text(made)
+    (members,) = summary.groups(made).values()
+    head, *lines = summary.cells(members)
+    assert sum(max(map(len, column)) + 2 for column in zip(head, *lines, strict=True)) > 122
+    assert max(map(len, printed.splitlines())) <= 120
+    assert all(cell in printed for line in (head, *lines) for cell in line)
+    assert printed.count(lines[0][0].ljust(len(lines[1][0]))) == 2, "each part names the norms"
+
+
+def test_a_path_that_is_no_run_is_named(tmp_path):
+    (tmp_path / "model.py").write_text("x = 1")
+    with pytest.raises(ValueError, match=r"model\.py is no run"):
+        results.find([tmp_path / "model.py"])
+
+
 def test_a_damaged_result_is_named(tmp_path):
     for text in ("{", "[]", '{"schema": 1}', '{"schema": 99}', "\xff"):
         (tmp_path / "result.json").write_bytes(text.encode("latin1"))
@@ -169,7 +189,7 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking",
 
 
 def test_the_page_in_a_browser(runs, tmp_path):
-    """Nothing is loaded or run but the page's own script; charts are drawn, and fit phones and dark screens."""
+    """Nothing is loaded or run but the page's own script, and charts fit phones and dark screens."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:

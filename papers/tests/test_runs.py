@@ -168,6 +168,16 @@ def test_a_run_that_cannot_start_leaves_no_folder(wrong, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("variables", "devices"), [({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4"}, 2),
+                                                    ({"LOCAL_RANK": "1"}, 1)])  # fmt: skip
+def test_another_number_of_processes_than_the_run_is_for_raises(variables, devices, tmp_path, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="--devices"):
+        train(dataclasses.replace(SMALL, devices=devices, device="cpu"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 # -- bad input -------------------------------------------------------------------------------------------------------
 
 

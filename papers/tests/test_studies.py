@@ -209,8 +209,15 @@ def test_our_figures_appear_beside_the_papers(tmp_path):
     assert grid[0] == ["", "PER", "PER", "PER, shuffled", "PER, shuffled", "pictures"]
     assert grid[2] == ["theirs", "9.0", "-", "/", "-", "80.0"]
     assert grid[3] == ["LN", "10.0", "13.3 ± 5.5 (3)", "10.5", "diverged at step 7", "81.3"]
-    assert grid[4] == ["UN", "11.0*", "failed", "FAIL", "not yet run", "81.0"]
+    assert grid[4] == ["UN", "11.0*", "failed", "FAIL", "not yet run (2 min)", "81.0"]
     assert "failed: no memory" in table.text(built(TOY, tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tears.table4", "core.language-models-rates"])
+def test_the_size_of_a_test_set_is_named_once(tmp_path, name):
+    found, _ = rows.known(STUDIES[name], "pocket", tmp_path)
+    (data,) = [line for line in table.remarks(table.build(STUDIES[name], "pocket", found)) if line.startswith("Data:")]
+    assert re.findall(r"(\S+) test items", data) == ["1,112" if name == "tears.table4" else "12,931"]
 
 
 def test_a_row_of_a_csv_replaces_that_of_the_same_run(tmp_path):

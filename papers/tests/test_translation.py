@@ -16,7 +16,6 @@ from normkit_papers.models.mt import Seq2Seq
 from normkit_papers.recipes import RECIPES
 from normkit_papers.train.config import TranslationRun
 from normkit_papers.train.folder import load
-from normkit_papers.train.pairs import PairTable
 from normkit_papers.train.run import train
 from normkit_papers.train.scores import bleu, error_rates
 from normkit_papers.train.translation import MachineTranslation
@@ -185,7 +184,7 @@ def test_validation_loss_counts_every_symbol_once(allowed, corpus):
     task.model.allow(allowed)
     assert len(batches := task.validation_batches()) > 2
     assert all(sum(int((t != PAD).sum()) for t in (b.tensors[0], b.tensors[2])) <= 90 or b.words == 1 for b in batches)
-    one_by_one = [PairTable(*data.valid).batch([item]) for item in range(len(data.valid))]
+    one_by_one = [data.valid.batch([item]) for item in range(len(data.valid))]
     assert sum(batch.tokens for batch in batches) == sum(batch.tokens for batch in one_by_one)
     assert task.mean_loss(batches) == pytest.approx(task.mean_loss(one_by_one), rel=1e-5)
 
@@ -206,7 +205,7 @@ def test_validation_uses_valid_items_and_bleu_all_sentences(corpus, monkeypatch)
             assert task.model.training == training
         assert len(seen) == 2 * 20
     papers = [name for name, recipe in RECIPES.items() if recipe().task == "mt" and recipe().patience]
-    assert len(papers) == 6
+    assert len(papers) == 5
     assert all(RECIPES[name]().valid_items == 0 for name in papers), "stopping early rests on it"
 
 

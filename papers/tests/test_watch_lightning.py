@@ -83,19 +83,6 @@ def test_padding_is_found_in_a_batch_with_names(tmp_path):
     assert [row.value for row in watching.rows] == [3, 3]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard(tmp_path):
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    callback = Watch(every=2, log_every=4)
-    logger = lightning.loggers.TensorBoardLogger(tmp_path, "log")
-    fit(callback, 10, tmp_path, logger)
-    found = events.EventAccumulator(logger.log_dir).Reload()
-    expected = named(callback.rows)
-    assert set(expected) <= set(found.Tags()["scalars"])
-    for name, points in expected.items():
-        assert {event.step: event.value for event in found.Scalars(name)} == pytest.approx(points)
-
-
 def test_wrong_arguments_keep_the_rows_of_an_earlier_run(tmp_path):
     path = tmp_path / "rows.csv"
     fit(Watch(every=1, to=path, quantities=["rms"]), 3, tmp_path, False)

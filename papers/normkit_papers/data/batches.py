@@ -1,8 +1,8 @@
-"""Sequences of different lengths, and batches in an order that depends on seed and epoch only, to resume runs."""
+"""Sequences of different lengths, and batches in an order that depends on seed and epoch only."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +12,15 @@ from torch.utils.data import DataLoader, Dataset
 from normkit_papers.data.vocab import PAD
 
 CHUNK = 50  # batches of examples that are sorted by length together
+
+
+class Batch(NamedTuple):
+    """Tensors of a batch, and its size."""
+
+    tensors: tuple[Any, ...]  # for a detector, lists of images and of targets
+    words: int  # or images
+    tokens: int  # the number of terms in the mean loss
+    fresh: bool = False  # the first batch of a text: it continues no batch before it
 
 
 class Ragged:
@@ -122,6 +131,15 @@ def load(dataset: Dataset, workers: int, **how: Any) -> Iterator[Any]:
     except ValueError as error:
         _, is_of_worker, trace = str(error).partition("Original Traceback")
         raise ValueError(trace.strip().splitlines()[-1].partition(": ")[2]) if is_of_worker else error from None
+
+
+def spread(length: int, count: int) -> list[int]:
+    """Return `count` evenly spaced items of `length`, or all if there are fewer.
+
+    >>> spread(10, 3)
+    [0, 3, 6]
+    """
+    return list(range(length)) if length <= count else [number * length // count for number in range(count)]
 
 
 def pad(sequences: Sequence[Sequence[int]]) -> Tensor:

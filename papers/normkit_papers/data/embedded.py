@@ -23,12 +23,13 @@ import torch
 from normkit._util import unknown
 from normkit_papers.data import Data
 from normkit_papers.data.corpora import SPLITS, locate, split_of
+from normkit_papers.data.pairs import PairTable
 from normkit_papers.data.vocab import BOS, EOS, SPECIAL, Vocab
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pairs(Data):
-    """Pairs of sequences: lists of the numbers of source and target symbols, including the end.
+    """Pairs of sequences, a `PairTable` per split.
 
     `test` has each item once; `references` has all of its correct targets, as symbols.
     """
@@ -44,10 +45,6 @@ class Text(Data):
     """
 
     words: int = 0
-
-
-class Digits(Data):
-    """Images `[n, channels, size, size]` in [0, 1] and their classes `[n]` for each split."""
 
 
 @functools.cache  # three seconds; a demo trains several models in each process
@@ -93,8 +90,8 @@ def pydoc() -> Text:
     return Text(name=f"pydoc (Python {version})", **streams, vocabularies={"words": vocab})
 
 
-def digits() -> Digits:
-    """Handwritten digits, 8 x 8 grey values in [0, 1]: the test half of UCI's data set."""
+def digits() -> Data:
+    """Handwritten digits of UCI: images `[n, 1, 8, 8]` in [0, 1], and their classes `[n]`."""
     from sklearn.datasets import load_digits
 
     bunch: Any = load_digits()
@@ -103,10 +100,10 @@ def digits() -> Digits:
     where = [split_of(f"digit {number}") for number in range(len(labels))]
     chosen = {split: torch.tensor([at == split for at in where]) for split in SPLITS}
     parts = {split: (images[rows], labels[rows]) for split, rows in chosen.items()}
-    return Digits(name="digits", **parts, vocabularies={"classes": Vocab(map(str, range(10)))})
+    return Data(name="digits", **parts, vocabularies={"classes": Vocab(map(str, range(10)))})
 
 
-SOURCES: dict[str, Callable[[], Pairs | Text | Digits]] = {"cmudict": cmudict, "pydoc": pydoc, "digits": digits}
+SOURCES: dict[str, Callable[[], Data]] = {"cmudict": cmudict, "pydoc": pydoc, "digits": digits}
 """By name."""
 
 
@@ -127,7 +124,7 @@ def reader(name: str) -> Callable[[], Any]:
 
 
 def pairs_in(folder: str) -> Pairs:
-    """Read `train.source`, `train.target`, `valid.source` ...: a sequence per line, symbols between spaces.
+    """Read `train.source`, `train.target` ...: a sequence per line, symbols between spaces.
 
     The vocabularies have the symbols of the training split. Test lines with the same source are one item with several
     references.
@@ -157,7 +154,7 @@ def _encoded(name: str, splits: dict[str, list[tuple[Any, Any]]], vocabularies: 
     splits["test"] = [(source, targets[0]) for source, targets in answers.items()]
     encode = [vocab.encode for vocab in vocabularies.values()]
     made = {
-        split: [([*encode[0](source), EOS], [*encode[1](target), EOS]) for source, target in pairs]
+        split: PairTable.of([([*encode[0](source), EOS], [*encode[1](target), EOS]) for source, target in pairs])
         for split, pairs in splits.items()
     }
     return Pairs(name=name, **made, references=list(answers.values()), vocabularies=vocabularies)

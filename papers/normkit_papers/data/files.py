@@ -1,4 +1,4 @@
-"""Find the files of data sets and read their lines, plain or compressed; errors name the file and the line.
+"""Find the files of data sets, and read their lines, plain or compressed.
 
 `NORMKIT_DATA` lists folders (separated by colons, on Windows semicolons) that contain a folder for each data set.
 """

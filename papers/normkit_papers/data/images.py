@@ -196,7 +196,7 @@ def _read_packed(folder: Path) -> tuple[Splits, list[str]]:
 
 
 def _unpacked(path: Path) -> np.ndarray:
-    """Read images `[n, 32, 32, 3]` from planes G, R - G, B - G, each the 2-D difference of the plane, modulo 256."""
+    """Read images `[n, 32, 32, 3]` from 2-D differences of planes G, R - G, B - G, modulo 256."""
     with undamaged(path), lzma.open(path) as file:
         planes = np.frombuffer(file.read(), np.uint8).reshape(3, -1, 32, 32)
     planes = planes.cumsum(2, dtype=np.uint8).cumsum(3, dtype=np.uint8)

@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -24,6 +24,7 @@ from normkit_papers.data.batches import Ragged
 from normkit_papers.data.corpora import SPLITS, Corpus, Located
 from normkit_papers.data.embedded import Text
 from normkit_papers.data.files import open_bytes
+from normkit_papers.data.pairs import PairTable
 from normkit_papers.data.vocab import BOS, EOS, SPECIAL, UNK, Subwords, Vocab, vocabulary
 
 FORMAT = 5
@@ -31,19 +32,9 @@ CHUNK = 20_000  # lines encoded together
 UNKNOWN = 0.2  # largest fraction of unknown symbols in a split
 
 
-class Bitext(NamedTuple):
-    """Both sides of a split as numbers, including the ends."""
-
-    source: Ragged
-    target: Ragged
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parallel(Data):
-    """A parallel corpus as numbers, a `Bitext` per split; `lines(split)` reads its text, `facts` has its sizes."""
+    """A parallel corpus, a `PairTable` per split; `lines(split)` reads its text, `facts` has sizes."""
 
     corpus: Corpus
     lines: Callable[[str], Iterator[tuple[str, ...]]]
@@ -88,12 +79,13 @@ def prepare(
     if share:
         vocabularies["target"] = vocabularies["source"]
     flat = {name: array.numpy() for name, array in arrays.items()}
-    bitexts = {
-        split: Bitext(*(Ragged(flat[f"{split}.{side}"], flat[f"{split}.{side}.offsets"]) for side in vocabularies))
-        for split in SPLITS
-    }
+
+    def read(side: str) -> Ragged:
+        return Ragged(flat[side], flat[f"{side}.offsets"])
+
+    tables = {split: PairTable(read(f"{split}.source"), read(f"{split}.target")) for split in SPLITS}
     return Parallel(
-        name=located.name, corpus=corpus, **bitexts, vocabularies=vocabularies, lines=located.lines, facts=note["facts"]
+        name=located.name, corpus=corpus, **tables, vocabularies=vocabularies, lines=located.lines, facts=note["facts"]
     )
 
 

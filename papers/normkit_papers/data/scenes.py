@@ -116,7 +116,7 @@ class Scenes:
         return image
 
     def objects(self, index: int, masks: bool) -> dict[str, Tensor]:
-        """Return the objects of an image as torchmetrics scores them; masks of 0 and 1 are `[n, height, width]`."""
+        """Return the objects of an image for torchmetrics, with masks `[n, height, width]` of 0 and 1."""
         from pycocotools import mask
 
         scene = self.scenes[index]
@@ -128,12 +128,8 @@ class Scenes:
         return found
 
 
-class SceneData(Data):
-    """A data set of `Scenes`; validation and test are one split, which selects nothing."""
-
-
-def find_scenes(name: str) -> Callable[[], SceneData]:
-    """Return a function that reads a data set.
+def find_scenes(name: str) -> Callable[[], Data]:
+    """Return a function that reads a data set of `Scenes`; validation and test are one split.
 
     Args:
         name: A row of SCENE_SETS; or a folder of your own, with `train.json` and `valid.json` in COCO's format (plain,
@@ -160,7 +156,7 @@ def _lacking(row: SceneSet, folder: Path) -> list[str]:
     return list(dict.fromkeys(lacking))
 
 
-def _read(row: SceneSet, folder: Path) -> SceneData:
+def _read(row: SceneSet, folder: Path) -> Data:
     splits, remarks = [], [row.remark] if row.remark else []
     for part, what in ((row.train, "training"), (row.test, "test")):
         path = find_file(folder / part["annotations"])
@@ -175,7 +171,7 @@ def _read(row: SceneSet, folder: Path) -> SceneData:
         raise ValueError(f"the two splits of {folder} list different categories; needs the same")
     name = f"{row.name} ({', '.join(remarks)})" if remarks else row.name
     vocabularies = {"classes": Vocab(train.categories.values())}
-    return SceneData(name=name, train=train, valid=test, test=test, vocabularies=vocabularies)
+    return Data(name=name, train=train, valid=test, test=test, vocabularies=vocabularies)
 
 
 def read_scenes(path: Path, files: ImageFiles, empty: bool = True) -> Scenes:

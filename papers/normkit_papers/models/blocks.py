@@ -1,4 +1,4 @@
-"""Blocks of the Transformers: attention, feed-forward, residual placement, embeddings, initial weights."""
+"""Blocks of the Transformers: attention, feed-forward, embeddings, initial weights."""
 
 import math
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ class Attention(nn.Module):
     def attend(
         self, query: Tensor, pair: tuple[Tensor, Tensor], mask: Tensor | None = None, causal: bool = False
     ) -> Tensor:
-        """Attend where `mask` is True, broadcast to `[batch, heads, time, source]`; `query` is split into heads."""
+        """Attend where `mask`, broadcast to `[batch, heads, time, source]`, is True."""
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, *pair, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         return self.out(mixed.transpose(1, 2).flatten(2))
@@ -76,7 +76,7 @@ class Attention(nn.Module):
 
 
 def _rotate(x: Tensor, start: int) -> Tensor:
-    """Rotate the pairs `(i, i + half)` of the channels of `x [..., time, channels]`; the first is at `start`."""
+    """Rotate channels `(i, i + half)` of `x [..., time, channels]`, which begins at `start`."""
     half = x.shape[-1] // 2
     rates = 10_000 ** (-torch.arange(half, device=x.device) / half)
     angles = torch.arange(start, start + x.shape[-2], device=x.device)[:, None] * rates
@@ -179,6 +179,14 @@ class Layer(nn.Module):
         return apply_norm(norm, x + self.dropout(block(x)), real)
 
 
+def causal(tokens: Tensor, start: int) -> dict[str, Any]:
+    """Return the arguments by which layers let each token, the first at `start`, attend to none behind it."""
+    length = tokens.shape[1]
+    if not start or length == 1:
+        return {"causal": not start}
+    return {"mask": torch.ones(length, start + length, dtype=torch.bool, device=tokens.device).tril(start)}
+
+
 class Stack(nn.Module):
     """Layers, and the final norm of pre-norm models."""
 
@@ -228,7 +236,7 @@ class Embedding(nn.Module):
 
 
 class Adaptive(nn.AdaptiveLogSoftmaxWithLoss):
-    """Word vectors in groups by frequency, and the output distribution of the same vectors (Baevski & Auli 2019).
+    """Word vectors in groups by frequency, and their output distribution (Baevski & Auli 2019).
 
     Words must be numbered by frequency. `cuts` are the numbers at which a group ends: words below `cuts[0]` have
     vectors of `width` channels, those of the next group `width / 4`, projected to `width`, and so on.

@@ -87,7 +87,7 @@ class Block(nn.Module):
 
 
 class ResNet20(nn.Module):
-    """ResNet-20 for CIFAR with 0.27 M parameters (He et al. 2016, section 4.2), the network of PowerNorm's Figure 2.
+    """ResNet-20 for CIFAR (He et al. 2016, section 4.2), as in PowerNorm's Figure 2.
 
     A convolution, three times three blocks of 16, 32 and 64 channels, the mean over pixels, a linear layer.
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normkit._util import require
-from normkit_papers.models.blocks import Adaptive, Cache, Embedding, Output, Stack, initialize, place_norms
+from normkit_papers.models.blocks import Adaptive, Cache, Embedding, Output, Stack, causal, initialize, place_norms
 from normkit_papers.models.config import Model
 
 
@@ -54,11 +54,7 @@ class DecoderLM(nn.Module):
 
     def hidden(self, tokens: Tensor, cache: Cache | None = None, start: int = 0) -> Tensor:
         """Return the decoder's output `[B, T, width]`."""
-        x, length = self.embedding(tokens, start), tokens.shape[1]
-        mask = None
-        if start and length > 1:
-            mask = torch.ones(length, start + length, dtype=torch.bool, device=x.device).tril(start)
-        return self.decoder(x, mask=mask, causal=start == 0, cache=cache)
+        return self.decoder(self.embedding(tokens, start), cache=cache, **causal(tokens, start))
 
 
 class WeightDropLSTM(nn.LSTM):

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from normkit_papers.models.blocks import PAD, Cache, Embedding, Output, Stack, initialize, place_norms
+from normkit_papers.models.blocks import PAD, Cache, Embedding, Output, Stack, causal, initialize, place_norms
 from normkit_papers.models.config import Model
 
 LEAST = -1e9  # score of a masked word; finite, so that label smoothing stays finite
@@ -61,13 +61,8 @@ class Seq2Seq(nn.Module):
         With a cache, `target` holds the new tokens only; the cache takes up their keys and values.
         """
         x = self.target_embedding(target, start)
-        more = {"memory": memory, "memory_mask": real[:, None, None, :], "cache": cache}
-        if start == 0:
-            x = self.decoder(x, target != PAD, causal=True, **more)
-        else:
-            length = target.shape[1]
-            mask = torch.ones(length, start + length, dtype=torch.bool, device=x.device).tril(start)
-            x = self.decoder(x, target != PAD, mask=None if length == 1 else mask, **more)
+        more = {"memory": memory, "memory_mask": real[:, None, None, :], "cache": cache, **causal(target, start)}
+        x = self.decoder(x, target != PAD, **more)
         scores = self.output(x, self.target_embedding.table)
         least = max(LEAST, torch.finfo(scores.dtype).min)
         return scores.masked_fill(~self.allowed, least) if self.config.mask_logits else scores

@@ -46,7 +46,7 @@ def _smooth(curve: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
 
 
 def recorded_statistics(runs: Sequence[Recorded]) -> "tuple[Figure, list[str]]":
-    """Draw each recorded quantity, the first one visible: a line for each run, or for each norm of a single run.
+    """Draw each recorded quantity: a line for each run, or for each norm of a single run.
 
     The line of a run is the median over its norms. A trace has its quantity as `meta`.
     """

@@ -5,10 +5,11 @@ import statistics
 from collections.abc import Sequence
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
+def interval(values: Sequence[float], error: float = math.nan) -> tuple[float, float]:
     """Mean over seeds, and half its 95 % interval by Student's t.
 
-    The half is nan for one seed, or if a value is not finite.
+    Of one value the interval is that of its sampling `error`, one standard deviation; nan if this is unknown, or if a
+    value is not finite.
 
     >>> mean, half = interval([31.0, 32.0, 33.0])
     >>> mean, round(half, 2)
@@ -18,14 +19,16 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
     mean = statistics.fmean(values)
     if len(values) == 1 or not math.isfinite(mean):
-        return mean, math.nan
+        return mean, 1.96 * error if len(values) == 1 else math.nan
     return mean, float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def difference(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+def difference(
+    first: Sequence[float], second: Sequence[float], errors: tuple[float, float] = (math.nan, math.nan)
+) -> tuple[float, float]:
     """Difference of two means over seeds, and half its 95 % interval by Welch's t.
 
-    The half is nan with one seed of either, or if a value is not finite.
+    With one value of either, the interval is that of both by themselves, see `interval`.
 
     >>> less, half = difference([31.0, 32.0, 33.0], [31.5, 32.0, 33.5])
     >>> round(less, 2), round(half, 2)
@@ -35,7 +38,7 @@ def difference(first: Sequence[float], second: Sequence[float]) -> tuple[float, 
 
     less = statistics.fmean(first) - statistics.fmean(second)
     if min(len(first), len(second)) == 1 or not math.isfinite(less):
-        return less, math.nan
+        return less, math.hypot(interval(first, errors[0])[1], interval(second, errors[1])[1])
     parts = [(statistics.variance(values) / len(values), len(values) - 1) for values in (first, second)]
     error = sum(part for part, _ in parts)  # squared
     free = error**2 / sum(part**2 / each for part, each in parts) if error else 1.0

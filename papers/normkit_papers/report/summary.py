@@ -1,7 +1,8 @@
-"""The table of runs: means over seeds with intervals, what each lacks to the best, and what folding changed."""
+"""The table of runs: means over seeds with intervals, and what folding changed."""
 
 import math
 import statistics
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from normkit_papers.report.seeds import difference, interval
 from normkit_papers.report.settings import Results, job, labels
 from normkit_papers.tasks import METRICS, Metric
 
+WIDTH = 120  # characters of a line
 KINDS = {
     "running": "greedy",
     "calibrated": "greedy, calibrated",
@@ -38,21 +40,18 @@ class Group(NamedTuple):
         return [float(score[metric.key]) for score in scores if isinstance(score.get(metric.key), int | float)]
 
     def error(self, kind: str, metric: Metric) -> float:
-        """Half the 95 % interval: over seeds, or of the test set for one seed; nan if unknown."""
-        values = self.values(kind, metric)
-        if len(values) != 1:
-            return interval(values)[1] if values else math.nan
-        score = self.results[0]["scores"][kind]
+        """Sampling error of the first seed's score; nan if it is unknown."""
+        score = self.results[0]["scores"].get(kind) or {}
         error = score.get(f"{metric.key}_error")
         if error is None and metric.key == "accuracy" and score.get("n"):
-            error = 100 * math.sqrt(max(values[0] * (100 - values[0]), 0) / 1e4 / score["n"])
-        return math.nan if error is None else 1.96 * error
+            value = score[metric.key]
+            error = 100 * math.sqrt(max(value * (100 - value), 0) / 1e4 / score["n"])
+        return math.nan if error is None else error
 
     def lacks(self, best: "Group", kind: str, metric: Metric) -> tuple[float, float]:
         """How far the best group is ahead, and half the 95 % interval; nan if that is not known."""
-        less, half = difference(best.values(kind, metric), self.values(kind, metric))
-        if math.isnan(half):
-            half = math.hypot(best.error(kind, metric), self.error(kind, metric))
+        errors = best.error(kind, metric), self.error(kind, metric)
+        less, half = difference(best.values(kind, metric), self.values(kind, metric), errors)
         return metric.better * less, half
 
     def fold(self, name: str) -> Any:
@@ -70,7 +69,7 @@ def groups(results: Results) -> dict[str, list[Group]]:
 
 
 def cells(members: Sequence[Group]) -> list[list[str]]:
-    """Format the table of one task: a heading, then a row for each group; columns without information are left out."""
+    """Format the table of one task, without columns that have no information."""
     wanted = [
         (metric, kind)
         for metric in METRICS
@@ -91,7 +90,7 @@ def _row(group: Group, members: Sequence[Group], wanted: Sequence[tuple[Metric, 
     yield str(len(group.results))
     for metric, kind in wanted:
         values, digits = group.values(kind, metric), 3 if metric.key == "loss" else 1
-        yield _number(statistics.fmean(values), group.error(kind, metric), digits) if values else "-"
+        yield _number(*interval(values, group.error(kind, metric)), digits) if values else "-"
     yield _to_the_best(group, members, wanted)
     yield group.fold("foldable") or "-"
     for name in ("seconds_trained", "seconds_folded"):
@@ -122,7 +121,23 @@ def _number(mean: float, half: float, digits: int) -> str:
 
 
 def text(results: Results) -> str:
-    """Format the tables, as commands print them."""
-    tables = [(kind, cells(members)) for kind, members in groups(results).items()]
-    parts = [f"{kind}\n\n{align(lines, right=range(1, len(lines[0])), heads=1)}" for kind, lines in tables]
-    return "\n\n".join([*parts, ABOUT])
+    """Format the tables, as commands print them: columns that a line has no room for stand below, with the norms."""
+    parts = list[str]()
+    for kind, members in groups(results).items():
+        parts += [kind, *(align(lines, right=range(1, len(lines[0])), heads=1) for lines in narrow(cells(members)))]
+    return "\n\n".join([*parts, textwrap.fill(ABOUT, WIDTH)])
+
+
+def narrow(lines: Sequence[Sequence[str]], most: int = WIDTH) -> list[list[list[str]]]:
+    """Split a table into tables that a line has room for, each with the first column.
+
+    >>> narrow([["norm", "PER", "loss"], ["un", "9.5", "0.31"]], 12)
+    [[['norm', 'PER'], ['un', '9.5']], [['norm', 'loss'], ['un', '0.31']]]
+    """
+    widths = [max(map(len, column)) + 2 for column in zip(*lines, strict=True)]
+    parts = [[0]]
+    for column in range(1, len(widths)):
+        if sum(widths[each] for each in [*parts[-1], column]) - 2 > most:
+            parts.append([0])
+        parts[-1].append(column)
+    return [[[line[column] for column in part] for line in lines] for part in parts]

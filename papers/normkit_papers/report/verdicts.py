@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from normkit_papers.metrics import STUDY_METRICS, StudyMetric
 from normkit_papers.report.seeds import difference, interval
-from normkit_papers.studies.rows import CsvRow
 from normkit_papers.studies.table import Table, TableCell
 from normkit_papers.study import Rule
 
@@ -55,7 +54,7 @@ def _text(rule: Rule) -> str:
 
 
 def _apply(rule: Rule, table: Table) -> tuple[str, str]:
-    """Verdict of one rule over its columns, and the differences; incomplete if a row that it needs has not run."""
+    """Verdict of one rule over its columns, and the differences."""
     titles = [column.title for column in table.study.columns]
     places = [titles.index(title) for title in rule.columns] or range(len(titles) if "@" not in rule.row else 1)
     rows = [row for row in (rule.row, rule.than) if row]
@@ -94,15 +93,13 @@ def _difference(rule: Rule, table: Table, place: int) -> tuple[float, float] | N
     sign = 1 if rule.raw else metric.better or -1
     if rule.fails:
         return _failure(a, [line[place] for line in table.cells], metric)
-    if not rule.than:
-        mean, half = _mean(a, metric)
-        return None if mean is None else (sign * mean, half)
-    b, other = _cell(rule.than, table, place)
+    b, other = _cell(rule.than or rule.row, table, place)
     if not a.values or not b.values:
         return None
-    less, half = difference(a.values, b.values)
-    if math.isnan(half):
-        half = math.hypot(_mean(a, metric)[1], _mean(b, other)[1])
+    if not rule.than:
+        mean, half = interval(a.values, _sampling_error(a, metric))
+        return sign * mean, half
+    less, half = difference(a.values, b.values, (_sampling_error(a, metric), _sampling_error(b, other)))
     return sign * less, half
 
 
@@ -114,20 +111,14 @@ def _cell(label: str, table: Table, place: int) -> tuple[TableCell, StudyMetric]
     return table.cells[row][place], STUDY_METRICS[table.study.columns[place].metric]
 
 
-def _mean(cell: TableCell, metric: StudyMetric) -> tuple[float | None, float]:
-    """Mean of a cell, and half its 95 % interval: over seeds or, of one run, by its sampling error."""
-    if not cell.values:
-        return None, math.nan
-    mean, half = interval(cell.values)
-    errors = [float(error) for run in cell.runs or () if (error := sampling_error(run, metric))]
-    return mean, 1.96 * errors[0] if len(cell.values) == 1 and errors else half
-
-
-def sampling_error(run: CsvRow, metric: StudyMetric) -> str:
-    """The sampling error of a run's score, beside the score in the CSV; empty if it is unknown."""
-    field = next((field for field in metric.fields if run.get(field) not in (None, "")), "")
-    name, _, kind = field.partition(" ")
-    return str(run.get(f"{name}_error {kind}") or "")
+def _sampling_error(cell: TableCell, metric: StudyMetric) -> float:
+    """The sampling error of the first run that has one beside its score in the CSV; nan without one."""
+    for run in cell.runs or ():
+        field = next((field for field in metric.fields if run.get(field) not in (None, "")), "")
+        name, _, kind = field.partition(" ")
+        if error := run.get(f"{name}_error {kind}"):
+            return float(error)
+    return math.nan
 
 
 def _failure(cell: TableCell, column: Sequence[TableCell], metric: StudyMetric) -> tuple[float, float] | None:
@@ -141,7 +132,7 @@ def _failure(cell: TableCell, column: Sequence[TableCell], metric: StudyMetric) 
 
 
 def add(page: "Page", tables: Iterable[Table]) -> None:
-    """Add a table of verdicts to a page: claim, what was run, and the verdict of each study with its rules."""
+    """Add a table of claims, runs and verdicts to a page."""
     lines, details = [["study", "the paper's claim", "what was run", "verdict"]], list[str]()
     for table in tables:
         if table.study.rules:

@@ -1,11 +1,11 @@
 """Tables of recipes and studies, by name, and which of them this machine can run."""
 
 from normkit_papers.recipes import RECIPES
-from normkit_papers.studies import tables, warmup
+from normkit_papers.studies import tables
 from normkit_papers.study import PAPERS, Study, expand
 from normkit_papers.train.config import Run
 
-STUDIES: dict[str, Study] = {study.id: study for study in (*tables.STUDIES, *warmup.WARMUPS)}
+STUDIES: dict[str, Study] = {study.id: study for study in tables.STUDIES}
 """By id."""
 
 OF_PAPERS = tuple(name for name in STUDIES if name.partition(".")[0] in PAPERS)
@@ -29,14 +29,14 @@ def lacking(run: Run, whole: bool = False) -> str:
 
 
 def recipe_rows() -> tuple[list[list[str]], dict[str, str]]:
-    """List the recipes with what they train and if they can run here; and why data is missing, by its name."""
+    """List the recipes, which can run here, and why data is missing, by its name."""
     missing: dict[str, str] = {}
     lines = []
     for name, recipe in RECIPES.items():
         run = recipe()
         if why := lacking(run):
             missing[run.data] = why
-        gpu = "GPU" in recipe.cost and not _has_gpu()
+        gpu = "GPU" in recipe.about and not _has_gpu()
         state = f"lacks {run.data}" if why else "needs a GPU" if gpu else "runs here"
         lines.append([name, state, recipe.about])
     return lines, missing

@@ -11,6 +11,7 @@ from torch import Tensor
 from normkit.bench import ROUNDS, measure
 from normkit.norms import parse
 from normkit_papers import results
+from normkit_papers.data.batches import spread
 from normkit_papers.recipes import RECIPES
 from normkit_papers.study import slug, warmed
 from normkit_papers.train.config import Run
@@ -53,7 +54,7 @@ def runs(norms: Sequence[str], out: Path, steps: int, seed: int = 0) -> dict[Pat
 
 
 def fold_and_time(folders: Sequence[Path], rounds: int = ROUNDS) -> None:
-    """Fold the first run whose norms all fold, score it again, and time all models; add all to the results.
+    """Fold the first run whose norms all fold, score it again, and time all models.
 
     The result of each run gets `fold`: how many norms fold away; seconds to decode 64 words as trained and, of the
     folded run, as folded.
@@ -83,10 +84,9 @@ def fold_and_time(folders: Sequence[Path], rounds: int = ROUNDS) -> None:
 def _time(models: Mapping[Path, Any], rounds: int) -> tuple[dict[Path, float], str | None]:
     """Median seconds to decode the same words with each model, by turns; and why no verdict is possible."""
     from normkit_papers.data.embedded import cmudict
-    from normkit_papers.train.pairs import PairTable, spread
 
     pairs = cmudict().test
-    source, given, _ = PairTable.of(pairs).batch(spread(len(pairs), WORDS)).tensors
+    source, given, _ = pairs.batch(spread(len(pairs), WORDS)).tensors
     timings = measure(
         {str(place): lambda m=model: decode_along(m, source, given) for place, model in models.items()}, rounds
     )

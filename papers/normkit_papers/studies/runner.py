@@ -36,7 +36,6 @@ ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "MALLOC_MMAP_THRESHOLD_": "2147483647",  # glibc would return every large tensor to the system
     "MALLOC_TRIM_THRESHOLD_": "17179869184",
-    "SLURM_JOB_NAME": "interactive",  # Lightning: these processes are not tasks of SLURM
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
@@ -78,7 +77,7 @@ def train_all(
 
 
 def train_one(run: Run, folder: Path, command: str, notes: Path) -> None:
-    """Train or resume a run in a worker, unless it has ended; its note has the progress, and at the end the status.
+    """Train or resume a run in a worker, unless it has ended; its note has progress and status.
 
     A run that raises leaves failed.txt, and is tried again by the next command.
     """
@@ -125,7 +124,7 @@ def is_finished(folder: Path, run: Run) -> bool:
 
 
 def _on_devices(run: Run, folder: Path, command: str, on_progress: Callable[[Any], None]) -> None:
-    """Train in this process, or in one for each device; Lightning would start the whole command again for these."""
+    """Train in this process or, where Lightning would start the command again, in one a device."""
     if run.devices == 1:
         _train(run, folder, command, on_progress)
         return
@@ -154,7 +153,7 @@ def _train(run: Run, folder: Path, command: str, on_progress: Callable[[Any], No
 
 @contextlib.contextmanager
 def _backend(run: Run, processes: int, ray: str | None) -> Iterator[int]:
-    """Choose joblib's backend for runs with the needs of `run`; yields the number of runs at the same time."""
+    """Choose joblib's backend for runs like `run`, and yield the number at the same time."""
     gpus, threads = 0 if run.device == "cpu" else run.devices, (run.threads or 1) * run.devices
     if ray is None:
         if run.device == "cuda":
@@ -192,7 +191,7 @@ def describe(progress: Any) -> dict[str, Any]:
 
 
 def progress_bars(console: Console) -> Progress:
-    """Create the display of runs in training, each with a bar and a text, `state`; only a terminal shows it."""
+    """Create the display of runs in training, each with a bar and a text, `state`."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(24), MofNCompleteColumn())
     more = (TextColumn("{task.fields[state]}", markup=False), TimeRemainingColumn())
     return Progress(*columns, *more, console=console, disable=not console.is_terminal)

@@ -17,26 +17,31 @@ NONE = "-"
 
 
 class TableCell(NamedTuple):
-    """The paper's figure, if it printed one, and our runs; None for figures that the paper quotes from others."""
+    """The paper's figure, if it printed one, and our runs, which are None for quoted figures."""
 
     printed: str | None
     runs: list[CsvRow] | None
     values: list[float]
     digits: int = 1
+    minutes: float = math.nan  # that the other runs of the column took, if there are any
 
     def __str__(self) -> str:
         """Format ours: mean ± sample standard deviation (n), and runs that did not finish.
 
         >>> str(TableCell(None, [{"status": "diverged at step 7"}], []))
         'diverged at step 7'
+        >>> str(TableCell(None, [{"status": "done"}], [0.00002], digits=4))
+        '2.0e-05 (1)'
         """
         if not self.runs:
-            return NONE if self.runs is None else NOT_YET
+            cost = "" if math.isnan(self.minutes) else f" ({self.minutes:.0f} min)"
+            return NONE if self.runs is None else NOT_YET + cost
         parts = []
         if n := len(self.values):
             finite = n > 1 and all(map(math.isfinite, self.values))
-            spread = f" ± {statistics.stdev(self.values):,.{self.digits}f}" if finite else ""
-            parts.append(f"{statistics.fmean(self.values):,.{self.digits}f}{spread} ({n})")
+            mean, spread = statistics.fmean(self.values), statistics.stdev(self.values) if finite else math.nan
+            form = f",.{self.digits}f" if mean == 0 or abs(mean) >= 10**-self.digits else ".1e"
+            parts.append(f"{mean:{form}}{f' ± {spread:{form}}' if finite else ''} ({n})")
         if bad := [row["status"].split(": ")[0] for row in self.runs if row["status"] != "done"]:
             parts.append(bad[0] if len(self.runs) == 1 else f"{len(bad)} of {len(self.runs)} {bad[0]}")
         return escape("; ".join(parts)) or "no such score"
@@ -69,11 +74,17 @@ def build(study: Study, scale: str, rows: Sequence[CsvRow]) -> Table:
             printed = row.printed[place] if row.printed else None
             line.append(TableCell(printed, None if row.settings is None else runs, values, metric.digits))
         lines.append(line)
+    for place in range(len(study.columns)):
+        runs = [run for line in lines for run in line[place].runs or ()]
+        took = [float(run["minutes"]) for run in runs if run.get("minutes")]
+        if took:
+            for line in lines:
+                line[place] = line[place]._replace(minutes=statistics.median(took))
     return Table(study, scale, lines)
 
 
 def grid(table: Table) -> list[list[str]]:
-    """Format a table: two lines of headings (column; "paper", or "ours" with data that stands in), then the rows."""
+    """Format a table: two lines of headings (column; "paper" or "ours"), then the rows."""
     heads: list[list[str]] = [[""], [""]]
     ran, paper = (_data(table.study, scale) for scale in (table.scale, "paper"))
     lines = [[escape(row.label)] for row in table.study.rows]
@@ -105,6 +116,12 @@ def text(table: Table) -> str:
     return "\n".join([heading(table.study), "", align(lines, range(1, len(lines[0])), heads=2), "", *notes])
 
 
+def _scored(run: CsvRow) -> str:
+    """Name the data of a run, and how much it is scored on."""
+    told = not run["items"] or "scored on" in run["data"]
+    return run["data"] if told else f"{run['data']}, {int(run['items']):,} test items"
+
+
 def heading(study: Study) -> str:
     """Name study, title and source in a line."""
     return f"{study.id}: {study.title}{f' ({study.source})' if study.source else ''}"
@@ -124,12 +141,12 @@ def remarks(table: Table) -> list[str]:
     if runs := table.runs:
         made = [run for run in runs if run.get("device")]
         facts = {
-            "Data": {f"{run['data']}, {run['items']} test items" if run["items"] else run["data"] for run in made},
+            "Data": {_scored(run) for run in made},
             "Devices": {f"{run['device']}, {run['threads']} thread(s)" for run in made},
             "Commits": {run["commit"] for run in made},
         }
         lines += [f"{title}: {'; '.join(sorted(found))}." for title, found in facts.items() if found]
-        lines.append("Ours: mean ± sample standard deviation (number of runs).")
+        lines.append("Ours: mean ± sample standard deviation (number of runs); of runs to come, the minutes of a core.")
         failed = {run["run"]: run["status"] for run in runs if run["status"].startswith("failed: ")}
         lines += [escape(f"{folder} {status}") for folder, status in failed.items()]
     return lines

@@ -66,7 +66,7 @@ def _column(
 
 
 def rows(entries: Iterable[Any], paper_warmup: bool = False) -> Iterator[Row]:
-    """Make rows: of names of lists, of settings or norms, of single ones, or of several for each of some norms."""
+    """Make rows of names of lists, settings or norms, of single ones, or of several for each norm."""
     for entry in entries:
         if isinstance(entry, str) and entry in _ROWS:
             yield from rows(_ROWS[entry])

@@ -61,11 +61,6 @@ class RunCallback(lightning.Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Restore the random state of a resumed run."""
-        if len(set(steps := all_gather(self.step))) > 1:
-            raise ValueError(
-                f"the processes of the run would resume from different steps, {steps}: {self.folder} must be one "
-                "folder that all hosts share, or have the same checkpoints on each"
-            )
         if threading.current_thread() is threading.main_thread():  # Lightning ends at SIGTERM without a result
             signal.signal(signal.SIGTERM, self._on_sigterm)
         if self._rng:
@@ -131,7 +126,7 @@ class RunCallback(lightning.Callback):
             self._started = None
 
     def _validate(self, trainer: Any, module: Any) -> None:
-        """Score the validation split, with averaged weights if there are any; the processes use rank 0's scores."""
+        """Score the validation split, with averaged weights if any; all processes use rank 0's scores."""
         averaging = [c for c in trainer.callbacks if isinstance(c, WeightAveraging)]
         for each in averaging:
             each.on_validation_epoch_start(trainer, module)  # exchanges the weights and their average

@@ -6,12 +6,14 @@ studies. A task has no settings that it does not use.
 
 import dataclasses
 import json
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
+import pydantic_core
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from normkit._util import pick, require
+from normkit._util import require
 from normkit.norms import parse
 from normkit.watch.quantities import choose
 from normkit_papers.fields import CHECKED, Below1, Count, Fraction, Natural, NotNegative, Positive, explain
@@ -22,6 +24,8 @@ OF_SOME_TASKS = (
     "test_memory", "experts", "last_hidden", "weight_drop", "adaptive",
 )  # fmt: skip
 """Settings of the model that only the tasks use which list them in `uses`."""
+RETIRED = {"nodes": 1, "bucket_by": "both"}
+"""Settings of earlier versions, each with the only value that is still trained; files of their runs have them."""
 _WORDS = ("fixnorm", "tie", "word_dropout", "decoder_depth")
 
 
@@ -29,9 +33,9 @@ _WORDS = ("fixnorm", "tie", "word_dropout", "decoder_depth")
 class Images:
     """Augmentation of training images, and the view of an image at inference."""
 
-    crop: Literal["pad", "area", "none"] = "pad"
-    """Training: a window of the image padded by `padding` black pixels; a resized window of 8 to 100 % of its area
-    (Inception); or the whole image."""
+    crop: Literal["pad", "area"] = "pad"
+    """Training: a window of the image padded by `padding` black pixels, or a resized window of 8 to 100 % of its area
+    (Inception)."""
     padding: Natural = 4
     """Padding on each side, in pixels at the size of the model's input."""
     flip: Fraction = 0.5
@@ -58,7 +62,7 @@ class Images:
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class Run:
-    """Settings of every task; `Run(task="lm", ...)` makes those of that task, a `LanguageRun`."""
+    """Settings of every task, each of which has a class of its own, such as `LanguageRun`."""
 
     uses: ClassVar[tuple[str, ...]] = ()
     """Those of `OF_SOME_TASKS` that the task's models use."""
@@ -114,14 +118,12 @@ class Run:
     patience: Natural = 0
     """Stop after this many validations without improvement; 0 never stops early."""
     # arithmetic and devices
-    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
+    precision: Literal["32-true", "bf16-mixed"] = "32-true"
     """Precision, by Lightning's name."""
     compile: bool = False
     """Compile the model's forward and backward with torch.compile."""
     devices: Count = 1
-    """GPUs, or CPU processes, per node; each trains on batches of `batch_tokens`."""
-    nodes: Count = 1
-    """Nodes."""
+    """GPUs, or CPU processes; each trains on batches of `batch_tokens`."""
     strategy: Literal["ddp", "fsdp2"] = "ddp"
     """Parallelism of several devices: each holds the whole model, or a shard of it."""
     seed: Annotated[int, Field(ge=-(2**43), le=2**43)] = 0
@@ -145,11 +147,6 @@ class Run:
     """Average the weights of up to this many checkpoints at the end; without any checkpoint, use the last weights."""
     average_of: Literal["last", "best"] = "last"
     """Checkpoints to average: the last ones, or the best of the validations."""
-
-    def __new__(cls, **given: Any) -> Any:
-        """Make settings of the class of the task."""
-        kind: Any = pick(RUNS, given.get("task", ""), "task") if cls is Run else cls
-        return super().__new__(kind)
 
     def __post_init__(self):
         inside = ".." not in self.name.split("/") and not self.name.startswith("/")
@@ -185,10 +182,10 @@ class Run:
     def _check_devices(self) -> None:
         """Check settings of several processes, and of compilation."""
         require(not (self.scale_loss and self.compile), "scale_loss", self.scale_loss, "0 for compile=True")
-        if self.devices * self.nodes == 1:
+        if self.devices == 1:
             return
         together = "1: a model that carries state trains in one process"
-        require(not self.model.recurrent, "devices * nodes", self.devices * self.nodes, together)
+        require(not self.model.recurrent, "devices", self.devices, together)
         sharded = self.strategy == "fsdp2"
         require(not (sharded and self.record_every), "record_every", self.record_every, "0 for strategy=fsdp2")
         if self.model.layer_drop and not isinstance(self, ImageRun | DetectionRun):  # these drop layers of samples
@@ -218,9 +215,16 @@ class Run:
         True
         """
         try:
-            return RUN.validate_json(text)
-        except ValidationError as error:
-            raise ValueError(f"not the settings of a run of this version: {explain(error)}") from None
+            given = pydantic_core.from_json(text)
+            return RUN.validate_python(without_retired(given) if isinstance(given, dict) else given)
+        except ValueError as error:
+            why = explain(error) if isinstance(error, ValidationError) else error
+            raise ValueError(f"not the settings of a run of this version: {why}") from None
+
+
+def without_retired(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the retired settings that have their only value."""
+    return {name: value for name, value in settings.items() if name not in RETIRED or value != RETIRED[name]}
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
@@ -232,8 +236,6 @@ class PairRun(Run):
 
     bucketing: bool = True
     """Batches of sequences of similar length, with less padding; otherwise of any lengths."""
-    bucket_by: Literal["both", "source"] = "both"
-    """Bucketing by the lengths of source and target, or by the source's alone."""
     beam: Count = 4
     """Width of beam search."""
     length_penalty: NotNegative = 0.6
@@ -349,5 +351,4 @@ class DetectionRun(Run):
 
 
 AnyRun = G2PRun | TranslationRun | LanguageRun | DigitsRun | ImageRun | DetectionRun
-RUNS: dict[str, type[Run]] = {kind.task: kind for kind in get_args(AnyRun)}
 RUN: TypeAdapter[AnyRun] = TypeAdapter(Annotated[AnyRun, Field(discriminator="task")])

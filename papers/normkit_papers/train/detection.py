@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from normkit_papers.data.batches import batches_of, endless, load
+from normkit_papers.data.batches import Batch, batches_of, endless, load, spread
 from normkit_papers.data.scenes import Scenes
 from normkit_papers.models.detection import DETECTORS, Detector
 from normkit_papers.models.torchvision_ops import load_torchvision, torchvision_operators
-from normkit_papers.train.pairs import spread
 from normkit_papers.train.scores import average_precision, precision_metric
-from normkit_papers.train.task import Batch, Task
+from normkit_papers.train.task import Task
 from normkit_papers.train.weights import start_from
 
 TEST_BATCH = 4  # images

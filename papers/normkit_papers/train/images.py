@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from normkit_papers.data.batches import batches_of, endless, load
+from normkit_papers.data.batches import Batch, batches_of, endless, load
 from normkit_papers.data.images import ImageData, ImageSplit, decode, image_batches
 from normkit_papers.models.torchvision_ops import load_torchvision
 from normkit_papers.train.config import ImageRun, Images
 from normkit_papers.train.lightning import WeightAveraging, lightning
-from normkit_papers.train.task import Batch, Task, decay_groups
+from normkit_papers.train.task import Task, decay_groups
 from normkit_papers.train.weights import start_from
 
 TEST_BATCH = 256  # images
@@ -276,10 +276,8 @@ def _training(settings: Images, size: int, mean: tuple[float, float, float]) -> 
     bicubic = v2.InterpolationMode.BICUBIC
     if settings.crop == "area":
         steps: list[Any] = [v2.RandomResizedCrop(size, interpolation=bicubic)]
-    elif settings.crop == "pad":
-        steps = [v2.Resize(size, bicubic), v2.RandomCrop(size, padding=settings.padding)]
     else:
-        steps = [v2.Resize((size, size), bicubic)]
+        steps = [v2.Resize(size, bicubic), v2.RandomCrop(size, padding=settings.padding)]
     if settings.flip:
         steps.append(v2.RandomHorizontalFlip(settings.flip))
     if settings.rand_augment:
@@ -307,7 +305,7 @@ def _rand_augment(name: str, size: int, mean: tuple[float, float, float]) -> Any
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the global generators of PyTorch (CPU), NumPy and Python inside the block, and restore them after it.
+    """Seed the global generators of PyTorch (CPU), NumPy and Python inside the block alone.
 
     >>> with seeded(1):
     ...     first = torch.rand(())

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normkit_papers.data.batches import endless
+from normkit_papers.data.batches import Batch, endless
 from normkit_papers.models.blocks import Cache
 from normkit_papers.models.lm import DecoderLM
 from normkit_papers.tasks import perplexity
 from normkit_papers.train.config import Run
-from normkit_papers.train.task import Batch, Task
+from normkit_papers.train.task import Task
 
 TOGETHER = 16  # pieces of an evaluation
 VALID_STREAMS = 10  # parts of the validation split that are read beside each other

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import io
 import logging
+import os
 import signal
 import warnings
 from collections.abc import Iterator
@@ -37,11 +38,12 @@ class WholeCheckpoints(TorchCheckpointIO):
         write_whole(Path(path), buffer.getvalue())
 
 
-def make_trainer(folder: Path | None, plugins: tuple[Any, ...] = (), **given: Any) -> lightning.Trainer:
+def make_trainer(folder: Path | None, **given: Any) -> lightning.Trainer:
     """Create a Trainer; `given` are its other arguments."""
+    os.environ["SLURM_JOB_NAME"] = "interactive"  # a run is no task of SLURM, which would requeue it
     with _quiet():
         return lightning.Trainer(
-            plugins=[WholeCheckpoints(), *plugins],
+            plugins=WholeCheckpoints(),
             default_root_dir=folder,
             enable_checkpointing=any(isinstance(c, Checkpoint) for c in given.get("callbacks", ())),
             enable_progress_bar=False,

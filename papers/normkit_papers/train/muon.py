@@ -7,7 +7,7 @@ from torch import nn
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` (Jordan et al. 2024) for matrices of linear layers, `torch.optim.AdamW` for the rest.
+    """Muon (Jordan et al. 2024) for matrices of linear layers, AdamW for the rest.
 
     Updates of matrices are scaled to the size of AdamW's (`match_rms_adamw`), so both use one learning rate. Embeddings
     and linear layers whose name begins with `output` are left to AdamW, as the authors advise.

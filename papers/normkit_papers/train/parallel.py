@@ -1,7 +1,7 @@
 """Training with several processes: strategy, exchange of values, sharded models.
 
-Lightning starts the processes (`--devices 2`), or `torchrun` or SLURM does. They take turns in reading batches, so a
-step uses `devices x nodes x accumulate x batch_tokens` tokens. Norms compute statistics from their process' batch, or
+Lightning starts the processes (`--devices 2`), or `torchrun` does. They take turns in reading batches, so a step uses
+`devices x accumulate x batch_tokens` tokens. Norms compute statistics from their process' batch, or
 with `sync=True` in their spec from all of them; those of rank 0 are saved.
 """
 
@@ -15,70 +15,44 @@ from torch import nn
 from normkit_papers.models.blocks import Layer
 from normkit_papers.train.config import Run
 
-RANKS = ("SLURM_PROCID", "NODE_RANK", "GROUP_RANK", "LOCAL_RANK")
-
 
 def is_rank_zero() -> bool:
-    """Return True in the only process of a run, or in the first: it prints, scores and writes.
-
-    torchrun counts all processes, SLURM its tasks; Lightning starts those of a node and reads its number in NODE_RANK.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return int(os.environ["RANK"]) == 0
-    return not any(int(os.environ.get(name, "0")) for name in RANKS)
+    """Return True in the only process of a run, or in the first: it prints, scores and writes."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def device_type(device: str) -> str:
-    """Return "cuda" or "cpu" for a run's `device`; Lightning's own "auto" may choose Apple's GPUs, without float64."""
+    """Return "cuda" or "cpu" for a run's `device`; Apple's GPUs have no float64."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def check_devices(run: Run) -> None:
-    """Raise a ValueError if a run needs GPUs that this machine lacks, or another number of processes than there is."""
+    """Raise a ValueError if a run needs GPUs or processes that are not there."""
     there, cores = torch.cuda.device_count(), os.cpu_count() or 1
-    on_gpus, count = device_type(run.device) == "cuda", run.devices * run.nodes
+    on_gpus = device_type(run.device) == "cuda"
     if on_gpus and run.devices > there:
         raise ValueError(
             f"the run is for {run.devices} GPUs, PyTorch finds {there} here; give --device cpu, or --devices"
         )
-    if run.precision == "16-mixed" and not on_gpus:  # Lightning would train in bfloat16
-        raise ValueError("precision=16-mixed needs a GPU; give --precision bf16-mixed or 32-true")
     if run.devices > 4 * cores and not on_gpus:
         raise ValueError(f"the run is for {run.devices} processes, and this machine has {cores} cores; give --devices")
-    started = os.environ.get("WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
-    if (count == 1 and not is_rank_zero()) or started not in (None, str(count)):
-        given = (
-            f"torchrun started {started} processes" if started else "this process is one of several by its variables"
-        )
-        raise ValueError(
-            f"{given}, but the run is for {run.devices} on each of {run.nodes} hosts; give --devices, --nodes"
-        )
+    if "TORCHELASTIC_RUN_ID" in os.environ or not is_rank_zero():  # another rank would train and write nothing
+        started = os.environ.get("WORLD_SIZE", "several")
+        if started != str(run.devices):
+            raise ValueError(f"{started} processes were started, and the run is for {run.devices}; give --devices")
 
 
 def make_strategy(run: Run) -> Any:
     """Return Lightning's strategy for a run."""
     from lightning.pytorch import strategies
 
-    if run.devices * run.nodes == 1:
+    if run.devices == 1:
         return "auto"
     if run.strategy == "fsdp2":
         return strategies.ModelParallelStrategy(
-            data_parallel_size=run.devices * run.nodes, tensor_parallel_size=1, save_distributed_checkpoint=False
+            data_parallel_size=run.devices, tensor_parallel_size=1, save_distributed_checkpoint=False
         )
     return strategies.DDPStrategy(broadcast_buffers=False, find_unused_parameters=run.model.layer_drop > 0)
-
-
-def cluster_plugins() -> tuple[Any, ...]:
-    """Return Lightning's plugin for SLURM, without requeueing, if SLURM is the launcher.
-
-    Requeueing would save a checkpoint of Lightning's own in the run folder, and a later run would resume from it.
-    """
-    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-
-    if TorchElasticEnvironment.detect() or not SLURMEnvironment.detect():
-        return ()
-    return (SLURMEnvironment(auto_requeue=False),)
 
 
 def all_gather(value: Any) -> list[Any]:

@@ -79,7 +79,7 @@ def train(
         if parallel.is_rank_zero():
             folders.check_free(folder, run, resume)
         if resume:
-            ended = results.ended(folder) if run.devices * run.nodes == 1 else None  # perhaps by another process
+            ended = results.ended(folder) if run.devices == 1 else None  # perhaps by another process
             if ended and not folders.differences(ended["run"], run):
                 return ended
         with use_threads(run.threads), contextlib.nullcontext() if run.one_shape else sdpa_kernel(ANY_SHAPE):
@@ -120,14 +120,12 @@ def _fit(task: Task, callback: RunCallback, resume: bool) -> Watch | None:
         max_steps=run.steps,
         accelerator=parallel.device_type(run.device),
         devices=run.devices,
-        num_nodes=run.nodes,
         strategy=parallel.make_strategy(run),
         precision=run.precision,
         accumulate_grad_batches=run.accumulate,
         gradient_clip_val=run.clip or None,
         callbacks=[*([watch] if watch else []), *task.callbacks(), callback, *checkpointing(run, folder)],
         logger=TensorBoardLogger(folder, name="", version="tensorboard", purge_step=task.start // run.accumulate),
-        plugins=parallel.cluster_plugins(),
     )
     if run.compile:
         task.model.compile(dynamic=not run.one_shape)
@@ -160,20 +158,20 @@ def _finish(
                 watch.append(embedding_rows(task.model, callback.step))
         except _Interrupted:
             status = f"interrupted at step {callback.step}"  # after the last step, before the scores
-    processes, seconds = run.devices * run.nodes, max(callback.seconds, 1e-9)
+    seconds = max(callback.seconds, 1e-9)
     result = {
         "schema": results.SCHEMA,
         "run": dataclasses.asdict(run),
         "command": command,
         "status": status,
-        "where": environment(run.device, processes),
+        "where": environment(run.device, run.devices),
         "data": task.describe_data(),
         "averaged": len(averaged),
         "parameters": sum(parameter.numel() for parameter in task.model.parameters()),
         "curve": callback.curve,
         "valid": callback.valid,
         "scores": scores,
-        "speed": {"train_tokens_per_s": processes * callback.tokens / seconds},
+        "speed": {"train_tokens_per_s": run.devices * callback.tokens / seconds},
         "fold": None,
         "seconds": {"train": callback.seconds, "score": time.perf_counter() - started},
     }

@@ -1,4 +1,4 @@
-"""Learning rate over time: rules of the papers (Transformers without Tears, section 3), as a PyTorch scheduler."""
+"""Learning rate over time by the papers' rules (Transformers without Tears, section 3)."""
 
 import math
 from functools import partial
@@ -42,7 +42,7 @@ def learning_rate(run: Run, n: int, peak: float) -> float:
 
 
 class Schedule(LambdaLR):
-    """`learning_rate` for each group of parameters; with "validation_decay", lower when validation stagnates.
+    """`learning_rate` by group; with "validation_decay", lower when validation stagnates.
 
     It stagnates after `PATIENCE` validations without a new best score; the count then restarts. (Tears' released code
     compares with the last validations alone, and crashed at its first one.)

@@ -10,7 +10,7 @@ from normkit_papers.data.corpora import locate
 from normkit_papers.data.embedded import SOURCES, reader
 from normkit_papers.data.images import find_images, read_images
 from normkit_papers.data.prepare import prepare
-from normkit_papers.data.scenes import SceneData, find_scenes
+from normkit_papers.data.scenes import find_scenes
 from normkit_papers.tasks import TASKS
 from normkit_papers.train.config import DetectionRun, ImageRun, LanguageRun, Run, TranslationRun
 from normkit_papers.train.folder import Loaded, check_vocabularies
@@ -67,6 +67,6 @@ def images(run: ImageRun, on_stage: OnStage) -> Reader:
     return functools.partial(read_images, run.data, held_out=run.images.held_out, on_stage=on_stage)
 
 
-def annotated_images(run: DetectionRun, on_stage: OnStage) -> Callable[[], SceneData]:
+def annotated_images(run: DetectionRun, on_stage: OnStage) -> Reader:
     """Find a data set of images with boxes, or a folder of them."""
     return find_scenes(run.data)

@@ -3,26 +3,18 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normkit.models import calibrate, scale_loss
 from normkit.norms import StatNorm
+from normkit_papers.data.batches import Batch
 from normkit_papers.train.lightning import lightning
 from normkit_papers.train.muon import MuonWithAdamW
 from normkit_papers.train.parallel import shard
 from normkit_papers.train.schedules import Schedule
-
-
-class Batch(NamedTuple):
-    """Tensors of a batch, and its size."""
-
-    tensors: tuple[Any, ...]  # for a detector, lists of images and of targets
-    words: int  # or images
-    tokens: int  # the number of terms in the mean loss
-    fresh: bool = False  # the first batch of a text: it continues no batch before it
 
 
 def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
@@ -114,13 +106,12 @@ class Task(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         """Return the optimizer and its schedule by step."""
         run, groups = self.settings, self.parameter_groups()
-        fused = run.precision != "16-mixed"  # Lightning clips there, which it does not allow for fused optimizers
         if run.optimizer == "sgd":
-            optimizer = torch.optim.SGD(groups, lr=run.lr, momentum=run.momentum, fused=fused)
+            optimizer = torch.optim.SGD(groups, lr=run.lr, momentum=run.momentum, fused=True)
         elif run.optimizer == "muon":
             optimizer = MuonWithAdamW(self.model, run.lr, run.momentum, run.betas, run.weight_decay)
         else:
-            optimizer = torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, fused=fused)
+            optimizer = torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, fused=True)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": Schedule(optimizer, run), "interval": "step"}}
 
     def parameter_groups(self) -> list[dict[str, Any]]:

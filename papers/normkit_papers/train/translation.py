@@ -7,13 +7,13 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
-from normkit_papers.data.batches import batches_of, endless
+from normkit_papers.data.batches import Batch, batches_of, endless, spread
+from normkit_papers.data.pairs import PairTable
 from normkit_papers.data.vocab import PAD, Vocab, spell
 from normkit_papers.tasks import perplexity
 from normkit_papers.train.decode import Search, beam_search, greedy
-from normkit_papers.train.pairs import PairTable, spread
 from normkit_papers.train.scores import bleu, error_rates, metric
-from normkit_papers.train.task import Batch, Task
+from normkit_papers.train.task import Task
 
 DECODED_TOGETHER = 250  # sentences; results do not depend on it
 CHUNK = 2**24  # subwords read at once; a corpus is mapped from a file and may be larger than memory
@@ -26,29 +26,24 @@ class Translation(Task):
 
     def __init__(self, run, model, data):
         super().__init__(run, model, data)
-        self._train, self._valid, test = self.splits()
-        self._test_items = spread(len(test), run.test_items or len(test))
-        self._test = test.take(self._test_items)
+        limit, test = run.model.max_length, data.test
+        short = np.flatnonzero((data.train.both <= limit).all(1))  # longer training pairs are left out
+        self._train = data.train if len(short) == len(data.train) else data.train.take(short)
+        self._valid, self._test_items = data.valid, spread(len(test), run.test_items or len(test))
+        self._test: PairTable = test.take(self._test_items)
+        if not len(short):
+            raise ValueError(f"the train split of {data.name} has no pair within max_length={limit}; raise "
+                             "--model.max-length")  # fmt: skip
+        for name, table in (("valid", data.valid), ("test", test)):
+            if (longest := int(table.both.max())) > limit:
+                raise ValueError(
+                    f"line {int(table.both.max(1).argmax()) + 1} of the {name} split of {data.name} has {longest} "
+                    f"symbols, more than max_length={limit}; leave it out or raise --model.max-length"
+                )
 
-    def splits(self) -> tuple[PairTable, PairTable, PairTable]:
-        """Return the training, validation and test split.
-
-        Raises:
-            ValueError: If a sequence is longer than the model's max_length.
-        """
-        train, valid, test = (PairTable.of(split) for split in (self.data.train, self.data.valid, self.data.test))
-        for name, table in (("train", train), ("valid", valid), ("test", test)):
-            self.check_length(name, table)
-        return train, valid, test
-
-    def check_length(self, name: str, table: PairTable) -> None:
-        """Raise a ValueError if a sequence of a split is longer than the model's max_length."""
-        longest, limit = int(table.both.max()), self.settings.model.max_length
-        if longest > limit:
-            raise ValueError(
-                f"line {int(table.both.max(1).argmax()) + 1} of the {name} split of {self.data.name} has {longest} "
-                f"symbols, more than max_length={limit}; leave it out or raise --model.max-length"
-            )
+    def describe_data(self) -> dict[str, object]:
+        """Return also the number of training pairs left out."""
+        return {**super().describe_data(), "left_out": len(self.data.train) - len(self._train)}
 
     def rate(self, decoded: list[list[str]]) -> dict[str, float]:
         """Return scores of the decoded symbols of each test item."""
@@ -57,10 +52,10 @@ class Translation(Task):
     def batches(self, start: int, stride: int = 1) -> Iterator[Batch]:
         """Yield batches of `batch_tokens` symbols of source and target, bucketed by length or not."""
         run, table = self.settings, self._train
-        by = table.both if run.bucket_by == "both" else table.both[:, 0]
 
         def order(epoch: int) -> list[np.ndarray]:
-            return batches_of(table.sizes, run.batch_tokens, bucketing=run.bucketing, by=by, seed=run.seed, epoch=epoch)
+            how: Any = {"bucketing": run.bucketing, "by": table.both, "seed": run.seed, "epoch": epoch}
+            return batches_of(table.sizes, run.batch_tokens, **how)
 
         return endless(order, table.batch, start, stride)
 
@@ -128,21 +123,9 @@ class MachineTranslation(Translation):
             flat = data.train.target.flat
             model.allow({n for at in range(0, len(flat), CHUNK) for n in np.unique(flat[at : at + CHUNK]).tolist()})
 
-    def splits(self) -> tuple[PairTable, PairTable, PairTable]:
-        """Return the splits; training pairs longer than the model's max_length are left out."""
-        longest, data = self.settings.model.max_length, self.data
-        train, valid, test = (PairTable(*split) for split in (data.train, data.valid, data.test))
-        short = np.flatnonzero((train.both <= longest).all(1))
-        self.check_length("valid", valid)
-        self.check_length("test", test)
-        if not len(short):
-            raise ValueError(f"no pair of {data.name} is within max_length={longest}; raise --model.max-length")
-        return train if len(short) == len(train) else train.take(short), valid, test
-
     def describe_data(self) -> dict[str, object]:
-        """Return sizes of the splits, and the number of training pairs left out."""
-        left_out = len(self.data.train) - len(self._train)
-        return {"name": self.data.name, "splits": self.data.facts, "left_out": left_out}
+        """Return also the sizes of the splits."""
+        return {**super().describe_data(), "splits": self.data.facts}
 
     def rate(self, decoded: list[list[str]]) -> dict[str, float]:
         """Return BLEU with its bootstrap error."""

@@ -1,17 +1,16 @@
-"""Pairs of sequences, and the batches made of them."""
+"""Pairs of sequences as numbers, and the batches made of them."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import torch.nn.functional as F
 
-from normkit_papers.data.batches import Ragged, batches_of
+from normkit_papers.data.batches import Batch, Ragged, batches_of
 from normkit_papers.data.vocab import BOS, PAD
-from normkit_papers.train.task import Batch
 
 
 class PairTable:
-    """Sources and targets, in memory or in mapped files; `rows` selects and orders them.
+    """Sources and targets with their ends, in memory or in mapped files; `rows` selects and orders them.
 
     >>> table = PairTable.of([([4, 5, 2], [6, 2]), ([4, 2], [7, 2])])
     >>> [tensor.tolist() for tensor in table.batch([1]).tensors]
@@ -32,6 +31,10 @@ class PairTable:
     def __len__(self) -> int:
         return len(self.sizes)
 
+    def __getitem__(self, item: int) -> tuple[list[int], list[int]]:
+        row = self.rows[item]
+        return self.source[row], self.target[row]
+
     def take(self, items: Sequence[int] | np.ndarray) -> "PairTable":
         """Return a table of some pairs."""
         return PairTable(self.source, self.target, self.rows[np.asarray(items)])
@@ -51,12 +54,3 @@ class PairTable:
     def batches(self, tokens: int) -> list[Batch]:
         """Return all pairs once, in batches of similar length and of at most `tokens` symbols."""
         return [self.batch(items) for items in batches_of(self.sizes, tokens, bucketing=True, by=self.both)]
-
-
-def spread(length: int, count: int) -> list[int]:
-    """Return `count` evenly spaced items of `length`, or all if there are fewer.
-
-    >>> spread(10, 3)
-    [0, 3, 6]
-    """
-    return list(range(length)) if length <= count else [number * length // count for number in range(count)]
