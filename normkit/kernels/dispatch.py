@@ -89,7 +89,7 @@ def kernels(choice: str) -> Iterator[collections.Counter[str]]:
 
 def current_choice() -> str:
     """Choice of this thread: of the innermost block, else of the environment."""
-    if _entered and (block := _innermost()) is not None:
+    if block := _block.get() or (_innermost() if _entered else None):
         return block.choice
     if ENVIRONMENT not in CHOICES:
         raise ValueError(f"NORMKIT_KERNELS must be one of {', '.join(CHOICES)}; it is {ENVIRONMENT!r}")
@@ -159,7 +159,7 @@ def has_torch_kernel(x: Tensor, *parameters: Tensor | None) -> bool:
 
 def count(kind: str, name: str) -> None:
     """Count an op for the blocks around it."""
-    block = _innermost() if _entered else None
+    block = _block.get() or (_innermost() if _entered else None)
     while block is not None:
         block.ran[f"{kind} {name}"] += 1
         block = block.outer
