@@ -134,13 +134,13 @@ def compiler(monkeypatch, tmp_path):
         script.write_text(f"#!/bin/sh\n{body}\n")
         script.chmod(0o755)
         monkeypatch.setenv("CXX", f"'{script}' -v")
-        build._load.cache_clear()
+        build.obstacle.cache_clear()
         return loaded
 
     monkeypatch.setenv("NORMKIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
     yield does
-    build._load.cache_clear()
+    build.obstacle.cache_clear()
 
 
 WRITES = 'while [ "$1" != -o ]; do shift; done; echo library > "$2"'
@@ -154,7 +154,7 @@ def test_a_library_is_made_once_where_others_cannot_write(compiler, tmp_path):
     assert list(folder.iterdir()) == []
     folder.chmod(0o700)
     for _ in range(2):
-        build._load.cache_clear()
+        build.obstacle.cache_clear()
         assert build.is_loaded()
     assert loaded[1:] == [str(path) for path in folder.glob("*.so")] * 2
     compiler("exit 1")

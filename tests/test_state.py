@@ -229,6 +229,31 @@ def test_a_state_given_by_functional_call_moves_in_the_backward_pass_too(spec, c
     assert_close(norm.state_dict(), before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("choice", ["auto", "reference"])
+def test_what_changes_between_steps_holds_in_the_next(choice):
+    norm, x = make("un(warmup=9)", DIM), batch(1, 8, DIM).float()
+    square = x.square().flatten(0, -2).mean(0)
+    with normkit.kernels(choice):
+        norm(x)
+        assert_close(norm.running[0], 0.9 + 0.1 * square)
+        norm.alpha = 0.5  # an option
+        norm(x)
+        assert_close(norm.running[0], 0.45 + 0.55 * square)
+        norm.load_state_dict(make("un(warmup=9)", DIM).state_dict(), assign=True)  # other buffers
+        norm(x)
+        assert_close(norm.running[0], 0.5 + 0.5 * square)
+        norm.track_running_stats = False
+        norm(x)
+        assert norm.step == 1
+        norm.track_running_stats = True
+        given = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+        torch.func.functional_call(norm, given, x)
+        assert (norm.step, given["step"]) == (1, 2)
+        twin = copy.deepcopy(norm)
+        twin(x)
+        assert (norm.step, twin.step) == (1, 2)
+
+
 @pytest.mark.parametrize("spec", ["un(warmup=2, window=2)", "mabn(warmup=2, window=2)"])
 def test_forwards_without_a_backward_leave_no_gap_in_the_gradient_window(spec):
     """A GAN's generator also runs for the discriminator's step."""

@@ -82,5 +82,5 @@ def install() -> None:
     interpreter._patch_lang = patch_once
     plans.driver, plans.compiled = (lambda device: driver), compiled
     can_step = native.can_step
-    native.can_step = lambda x, rule: can_step(x.to("meta"), rule) and not dispatch.is_traced()
+    native.can_step = lambda x, parameters: can_step(x.to("meta"), parameters) and not dispatch.is_traced()
     torch._C._cuda_getCurrentRawStream = lambda device: 0

@@ -33,13 +33,13 @@ def is_loaded() -> bool:
     return not obstacle()
 
 
+@functools.cache
 def obstacle() -> str:
     """The reason why there are no C++ kernels; empty if there are."""
     with _lock:
         return _load()
 
 
-@functools.cache
 def _load() -> str:
     if sys.platform != "linux":
         return f"the C++ kernels need Linux; this is {sys.platform}"

@@ -89,7 +89,7 @@ def kernels(choice: str) -> Iterator[collections.Counter[str]]:
 
 def current_choice() -> str:
     """Choice of this thread: of the innermost block, else of the environment."""
-    if (block := _innermost()) is not None:
+    if block := _block.get() or (_innermost() if _entered else None):
         return block.choice
     if ENVIRONMENT not in CHOICES:
         raise ValueError(f"NORMKIT_KERNELS must be one of {', '.join(CHOICES)}; it is {ENVIRONMENT!r}")
@@ -110,9 +110,8 @@ def select(
     *,
     width: int = 0,
     has_native: bool = True,
-    counted: bool = True,
 ) -> str:
-    """Select "triton", "native" or "reference" for an operation on `x`.
+    """Select "triton", "native" or "reference" for an operation on `x`, and count it for the blocks around.
 
     Args:
         x: Its main argument.
@@ -120,21 +119,25 @@ def select(
         wide: Type of its vectors `[C]`.
         width: Channels that are normalized together; 0 for an operation on columns.
         has_native: C++ implements the operation for these arguments.
-        counted: Count it for the blocks around; else the caller does.
 
     Raises:
         RuntimeError: If "triton" was chosen and cannot run on `x`.
     """
     if torch.compiler.is_compiling():  # Inductor fuses it, and cannot look into a kernel
         return "reference"
-    choice, kind = current_choice(), "reference"
-    if wide is torch.float32 and can_use_triton(x, name, choice, width):
-        kind = "triton"
-    elif has_native and wide is torch.float32 and can_use_native(x, choice) and build.is_loaded():
-        kind = "native"
-    if counted:
-        count(kind, name)
+    kind = choose(x, name, wide, width, has_native)
+    count(kind, name)
     return kind
+
+
+def choose(x: Tensor, name: str, wide: torch.dtype, width: int = 0, has_native: bool = True) -> str:
+    """As `select` in eager mode; the caller counts."""
+    choice = current_choice()
+    if wide is not torch.float32:
+        return "reference"
+    if (x.is_cuda or choice == "triton") and can_use_triton(x, name, choice, width):
+        return "triton"
+    return "native" if has_native and can_use_native(x, choice) and not build.obstacle() else "reference"
 
 
 def module(kind: str) -> ModuleType:
@@ -156,7 +159,7 @@ def has_torch_kernel(x: Tensor, *parameters: Tensor | None) -> bool:
 
 def count(kind: str, name: str) -> None:
     """Count an op for the blocks around it."""
-    block = _innermost()
+    block = _block.get() or (_innermost() if _entered else None)
     while block is not None:
         block.ran[f"{kind} {name}"] += 1
         block = block.outer
@@ -164,7 +167,7 @@ def count(kind: str, name: str) -> None:
 
 def can_use_triton(x: Tensor, name: str, choice: str, width: int = 0) -> bool:
     """Check for a Triton kernel on `x` in eager mode; RuntimeError if chosen in vain."""
-    if choice not in ("auto", "triton") or (choice == "auto" and not x.is_cuda):
+    if choice not in ("auto", "triton"):
         return False
     obstacle = _triton_obstacle(x)
     if width > LONGEST:
@@ -190,12 +193,12 @@ def can_use_native(x: Tensor, choice: str) -> bool:
 def is_traced() -> bool:
     """True if operations are traced, counted or differentiated, where our kernels are missed."""
     mode = _get_current_dispatch_mode() if torch._C._len_torch_dispatch_stack() else None
-    return not getattr(mode, "counts_custom_kernels", mode is None) or _needs_torch_operations()
+    return (mode is not None and not getattr(mode, "counts_custom_kernels", False)) or _needs_torch_operations()
 
 
 def _needs_torch_operations() -> bool:
     """True under `torch.jit.trace` and in forward mode, which miss our kernels."""
-    return torch.jit.is_tracing() or forward_ad._current_level >= 0  # type: ignore[attr-defined]
+    return torch._C._is_tracing() or forward_ad._current_level >= 0  # type: ignore[attr-defined]
 
 
 def load_triton() -> ModuleType:

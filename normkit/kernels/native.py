@@ -49,10 +49,10 @@ def row_norm_grad(
 # -- a training step --------------------------------------------------------------------------------------------------
 
 
-def can_step(x: Tensor, rule: Rule) -> bool:
+def can_step(x: Tensor, parameters: tuple[Any, Any]) -> bool:
     """True if `step` reads the norm's parameters and, on a GPU, can launch kernels on `x`."""
     size, kind = x.shape[-1:], None
-    for p in (rule.weight, rule.bias):
+    for p in parameters:
         if p is not None:
             kind = p.dtype if kind is None else kind
             if not (type(p) in (Tensor, nn.Parameter) and p.dtype is kind and p.shape == size and p.is_contiguous()):
@@ -62,31 +62,33 @@ def can_step(x: Tensor, rule: Rule) -> bool:
 
 
 def step(
-    x: Tensor, mask: Tensor | None, rule: Rule, state: State, kernel_rule: KernelRule, known: bool, plan: Any,
-    groups: int = 0, found: StepStatistics | None = None,
+    x: Tensor, parameters: tuple[Any, Any], mask: Tensor | None, rule: Rule, state: State, how: KernelRule,
+    known: bool, plan: list[int], groups: int = 0, found: StepStatistics | None = None,
 ) -> tuple[Tensor, StepStatistics]:  # fmt: skip
     """As `reference.train_step`, in kernels that apply the rule.
 
     With `known`, the statistics to standardize with and to remove do not depend on the batch, which is read once.
-    `plan` plans launches on a GPU; None for kernels in C++.
+    `plan` lists launches on a GPU; it is empty for kernels in C++.
     """
-    how, end, drift = kernel_rule, kernel_rule.warmup, kernel_rule.drift or (None, None, None)
-    given: list[Tensor | None] = []
-    if found is not None:
-        saved = found.saved if how.forward == "running" else (None, None, *found.saved)
-        given = [found.batch, found.value, found.count, found.step, *saved, *[None] * (3 - len(saved))]
-    numbers = [
-        FORWARD.index(how.forward), BACKWARD.index(how.backward), known,
-        end if isinstance(end, int) else NEVER if plan else end.tolist() or NEVER,
-        how.unbiased, how.clamp, rule.center, groups, rule.pad_grad == "real",
-    ]  # fmt: skip
+    if state.arguments is None:
+        state.arguments = _arguments(rule, state, how)
+    if found is None:
+        y, made = library.step(x, *parameters, mask, [], *state.arguments, known, groups, plan)
+        return y, StepStatistics(*made[:4], mask=mask, saved=tuple(made[4:]))
+    saved = found.saved if how.forward == "running" else (None, None, *found.saved)
+    given = [found.batch, found.value, found.count, found.step, *saved, *[None] * (3 - len(saved))]
+    return library.step(x, *parameters, mask, given, *state.arguments, known, groups, plan)[0], found
+
+
+def _arguments(rule: Rule, state: State, how: KernelRule) -> tuple[list[Any], list[int], list[float]]:
+    """Return buffers, numbers and factors for all steps that use this state."""
+    end = how.warmup
     buffers = [
         state.running, state.step, state.skipped, state.skipped_grad, how.window, how.window_grad, how.smooth_grad,
-        how.filtered, *drift, end if isinstance(end, Tensor) else None,
+        how.filtered, *(how.drift or (None, None, None)), end if isinstance(end, Tensor) else None,
     ]  # fmt: skip
-    factors = [rule.eps, how.rate, how.rate_grad, how.floor]
-    launches = plan(rule, how, x, mask, known) if plan else []
-    y, made = library.step(x, rule.weight, rule.bias, mask, buffers, given, numbers, factors, launches)
-    if found is None:
-        found = StepStatistics(*made[:4], mask=mask, saved=tuple(t for t in made[4:] if t is not None))
-    return y, found
+    numbers = [
+        FORWARD.index(how.forward), BACKWARD.index(how.backward), NEVER if isinstance(end, Tensor) else end,
+        how.unbiased, how.clamp, rule.center, rule.pad_grad == "real",
+    ]  # fmt: skip
+    return buffers, numbers, [rule.eps, how.rate, how.rate_grad, how.floor]

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from normkit.kernels import dispatch, layout, native, reference
-from normkit.kernels.records import is_recomputed
-from normkit.kernels.rule import Rule, State, find_kernel_rule
+from normkit.kernels.rule import NEVER, Rule, State, find_kernel_rule
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -61,16 +60,15 @@ def standardize(
 ) -> Tensor:  # fmt: skip
     """Standardize by statistics `[k, C]`, with `groups` after layer-scale: `reference.standardize`."""
     plain = torch.compiler.is_compiling() or torch.is_grad_enabled() or dispatch.is_traced() or not layout.has_rows(x)
-    wide = reference.wide_type(stat, weight, bias)
-    kind = "reference" if plain else dispatch.select(x, "standardize", wide)
+    kind = "reference" if plain else dispatch.select(x, "standardize", reference.wide_type(stat, weight, bias))
     if kind == "native":
         return native.standardize(x, stat, weight, bias, eps, groups)
     x = group_rms(x, eps, groups) if groups else x
     return dispatch.module(kind).standardize(x, stat, weight, bias, eps)
 
 
-def train_step(x: Tensor, mask: Tensor | None, rule: Rule, state: State) -> Tensor:
-    """Normalize a batch by a rule in training, and move the state: `reference.train_step`.
+def train_step(x: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
+    """Normalize a batch by a rule in training, and move its state: `reference.train_step`.
 
     A forward that activation checkpointing runs again takes the decisions of the first, and moves nothing.
 
@@ -78,41 +76,44 @@ def train_step(x: Tensor, mask: Tensor | None, rule: Rule, state: State) -> Tens
         x: `[..., C]`.
         mask: `[...]`, True where a row is real.
         rule: The method; a `StatNorm`.
-        state: Its buffers.
     """
     compiles = torch.compiler.is_compiling()
+    state = rule.state() if compiles else rule.kept_state()
     _check_training(state, compiles)
     x = x.contiguous()  # kept for the backward pass, too
     wide = torch.promote_types(x.dtype, state.running.dtype)
-    kind = dispatch.select(x, "train_step", wide, counted=False)
-    kernel_rule = find_kernel_rule(rule, state) if kind in ("native", "triton") else None
-    if kernel_rule and (not native.can_step(x, rule) or (x.is_cuda and dispatch.is_traced())):
-        kernel_rule = None
-    if kind == "native" and not kernel_rule:
+    kind = "reference" if compiles else dispatch.choose(x, "train_step", wide)
+    how, parameters = None if kind == "reference" else find_kernel_rule(rule, state), (rule.weight, rule.bias)
+    if how and (not native.can_step(x, parameters) or (x.is_cuda and dispatch.is_traced())):
+        how = None
+    if kind == "native" and not how:
         kind = "reference"
     groups = rule.groups if kind == "native" else 0  # C++ applies layer-scale on its way
     x = group_rms(x, rule.eps, rule.groups) if rule.groups and not groups else x
-    module, found = dispatch.module("reference" if kind == "native" else kind), None
-    if is_recomputed():
+    module, found = dispatch.load_triton() if kind == "triton" else reference, None
+    recomputed = not compiles and torch._C._current_graph_task_id() != -1  # as `is_recomputed`, which costs more
+    if recomputed:
         with torch.no_grad():
             data = group_rms(x, rule.eps, groups) if groups else x.detach()
             found = state.records.find(data, lambda mask: module.moments(data, mask, rule.center, wide)[0])
         mask = mask if found is None else found.mask
-    known = kernel_rule is not None and found is None and rule.known_in_advance(state)
+    known = how is not None and found is None and rule.known_in_advance(state)
     if not compiles:
         dispatch.count(kind, "train_step on one reading" if known else "train_step")
-    if kernel_rule:
-        plan = dispatch.load_triton().plan if kind == "triton" else None
-        y, statistics = native.step(x, mask, rule, state, kernel_rule, known, plan, groups, found)
+    if how:
+        drifts = bool(how.drift) and kind == "triton" and rule.known_end(state) == NEVER
+        plan = dispatch.load_triton().plan(rule, how, x, mask, known, drifts) if kind == "triton" else []
+        y, statistics = native.step(x, parameters, mask, rule, state, how, known, plan, groups, found)
     else:
         y, statistics = reference.train_step(x, mask, rule, state, module, wide, found)
-    state.records.add(statistics, y)
+    if not (compiles or recomputed):
+        state.records.add(statistics, y)
     return y
 
 
 def _check_training(state: State, compiles: bool) -> None:
     # the flag itself: before PyTorch 2.12, is_exporting() is True in a graph of torch.compile, too
-    if torch.jit.is_tracing() or torch.compiler._is_exporting_flag:  # type: ignore[attr-defined]
+    if (not compiles and torch._C._is_tracing()) or torch.compiler._is_exporting_flag:  # type: ignore[attr-defined]
         raise RuntimeError("exported and traced graphs lose a norm's training gradient; call model.eval() first")
     if not compiles and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
         raise RuntimeError(

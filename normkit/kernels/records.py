@@ -62,7 +62,8 @@ class Records:
     """Statistics of the forwards of one norm whose backward is still to come. A copy is empty."""
 
     def __init__(self) -> None:
-        self._of_graphs: weakref.WeakValueDictionary[int, StepStatistics] = weakref.WeakValueDictionary()
+        self._of_graphs: list[weakref.ref[StepStatistics]] = []
+        self._most = 64  # of these, before the dead ones go
         self._without_graph: collections.deque[StepStatistics] = collections.deque(maxlen=64)  # uses in one step
         self._before, self._waiting = self._without_graph, 0  # of the step before; uses not recomputed yet
         self._last: StepStatistics | None = None  # its graph may be gone already, as after detach()
@@ -72,9 +73,7 @@ class Records:
         return Records, ()
 
     def add(self, statistics: StepStatistics, y: Tensor) -> None:
-        """Keep the statistics of a forward as long as the graph of its output `y`."""
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:  # or it is recomputed
-            return
+        """Keep the statistics of a forward as long as the graph of its output `y`; not if it is recomputed."""
         self._last = statistics
         if y.grad_fn is None:  # frozen, or the first forward of reentrant checkpointing
             if self._waiting <= 0:  # a new step; the graph of the one before may be retained
@@ -82,17 +81,20 @@ class Records:
             self._waiting += 1
             self._without_graph.append(statistics)
         else:
-            y.grad_fn.metadata["statistics"] = self._of_graphs[id(statistics)] = statistics  # type: ignore[index]
+            y.grad_fn.metadata["statistics"] = statistics  # type: ignore[index]
+            self._of_graphs.append(weakref.ref(statistics))
+            if len(self._of_graphs) > self._most:
+                self._of_graphs = [each for each in self._of_graphs if each()]
+                self._most = 64 + 2 * len(self._of_graphs)
 
     def find(self, x: Tensor, batch: Callable[[Tensor | None], Tensor]) -> StepStatistics | None:
-        """Return statistics and mask of the first run if this forward is recomputed, else None.
+        """Return statistics and mask of the first run of this forward, which is recomputed; None without one.
 
         `batch` computes statistics `[k, C]` of `x` under a mask, where several forwards are candidates.
         """
-        if not is_recomputed():
-            return None
         self._waiting -= 1
-        kept = [*self._before, *self._without_graph, *self._of_graphs.values(), *filter(None, [self._last])]
+        alive = (each() for each in self._of_graphs)
+        kept = filter(None, [*self._before, *self._without_graph, *alive, self._last])
         fit = (each for each in kept if each.mask is None or each.mask.shape == x.shape[:-1])
         candidates = [each for each in dict.fromkeys(fit) if each.batch.device == x.device][::-1]
         if len(candidates) < 2:

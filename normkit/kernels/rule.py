@@ -60,7 +60,7 @@ class KernelRule(NamedTuple):
         window_grad: Buffer `[M, C]` of recent gradient statistics.
         smooth_grad: Buffer `[1, C]` of running gradient statistics.
         filtered: Buffer that counts outliers; None if they are not filtered.
-        drift: Buffers `averages [3, C]`, `lag` and `warmup_end` of an automatic warm-up that has not ended.
+        drift: Buffers `averages [3, C]`, `lag` and `warmup_end` of an automatic warm-up.
     """
 
     forward: str
@@ -78,41 +78,11 @@ class KernelRule(NamedTuple):
     drift: tuple[Tensor, ...] = ()
 
 
-class Rule(Protocol):
-    """A method as a training step reads it; `StatNorm` is one."""
-
-    weight: Any
-    bias: Any
-    dim: int
-    eps: float
-    groups: int  # of layer-scale: runs of channels of a token, each first divided by its root mean square; 0: none
-    center: ClassVar[bool]  # statistics are mean and variance (k = 2), else a mean square (k = 1)
-    pad_grad: ClassVar[str]  # gradient statistics sum over "exact"ly all rows, or over "real" ones
-
-    def train_stat(self, batch: Tensor, step: Tensor, count: Tensor, state: Any) -> Stat:
-        """Return the statistics to standardize with, and the new state."""
-        ...
-
-    def grad_stat(
-        self, batch: Tensor, step: Tensor, saved: tuple[Tensor, ...], state: Any
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the gradient statistics to remove, and the new values of buffers."""
-        ...
-
-    def kernel_rule(self, state: Any) -> KernelRule | None:
-        """Return both rules in the form that kernels apply, or None."""
-        ...
-
-    def known_in_advance(self, state: Any) -> bool:
-        """Return True if neither `value` nor what the backward removes depends on the batch."""
-        ...
-
-
 class State:
     """Buffers of a norm as attributes, and when they change.
 
-    It is made for one forward, and its backward pass uses it, too: `torch.func.functional_call` lends a norm other
-    buffers only for the forward.
+    Forwards and their backward passes use it, until the norm gets other buffers or options. The backward pass does not
+    ask the norm, to which `torch.func.functional_call` lends other buffers only for the forward.
 
     Args:
         buffers: By name.
@@ -130,6 +100,10 @@ class State:
             setattr(self, name, buffer)
         self.buffers, self.records, self.processes = buffers, records, processes
         self.follows_optimizer, self.fixed = follows_optimizer, fixed
+        self.settings: tuple[Any, ...] = ()  # of the norm, while it keeps this object
+        self.is_asked = False  # for its form for kernels, which is made once
+        self.kernel_rule: KernelRule | None = None
+        self.arguments: tuple[list[Any], list[int], list[float]] | None = None
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"there is no buffer {name!r}")
@@ -160,18 +134,61 @@ class State:
         return joint[:-1].view_as(batch), joint[-1]
 
 
+class Rule(Protocol):
+    """A method as a training step reads it; `StatNorm` is one."""
+
+    weight: Any
+    bias: Any
+    dim: int
+    eps: float
+    groups: int  # of layer-scale: runs of channels of a token, each first divided by its root mean square; 0: none
+    center: ClassVar[bool]  # statistics are mean and variance (k = 2), else a mean square (k = 1)
+    pad_grad: ClassVar[str]  # gradient statistics sum over "exact"ly all rows, or over "real" ones
+
+    def state(self) -> State:
+        """Return the buffers as they are now."""
+        ...
+
+    def kept_state(self) -> State:
+        """Return `state()`, the same object until a buffer or an option is another one."""
+        ...
+
+    def train_stat(self, batch: Tensor, step: Tensor, count: Tensor, state: Any) -> Stat:
+        """Return the statistics to standardize with, and the new state."""
+        ...
+
+    def grad_stat(
+        self, batch: Tensor, step: Tensor, saved: tuple[Tensor, ...], state: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the gradient statistics to remove, and the new values of buffers."""
+        ...
+
+    def kernel_rule(self, state: Any) -> KernelRule | None:
+        """Return both rules in the form that kernels apply, or None."""
+        ...
+
+    def known_in_advance(self, state: Any) -> bool:
+        """Return True if neither `value` nor what the backward removes depends on the batch."""
+        ...
+
+    def known_end(self, state: Any) -> int:
+        """Return the last step of the warm-up, `NEVER` until the host has seen it."""
+        ...
+
+
 def find_kernel_rule(rule: Any, state: State) -> KernelRule | None:
-    """The norm's `kernel_rule()` if kernels can apply it.
+    """The norm's `kernel_rule()` if kernels can apply it, found once for each state.
 
     That takes one process, one batch per step, a state that moves, a rule that no subclass overrides, and plain tensors
     as buffers, because kernels write to their memory.
     """
-    if state.processes or state.follows_optimizer or state.fixed or not has_kernel_rule(type(rule)):
-        return None
-    for buffer in state.buffers.values():
-        if buffer is not None and (type(buffer) is not Tensor or not buffer.is_contiguous()):
-            return None
-    return rule.kernel_rule(state)
+    if not state.is_asked:
+        plain = (b is None or (type(b) is Tensor and b.is_contiguous()) for b in state.buffers.values())
+        one = not (state.processes or state.follows_optimizer or state.fixed)
+        if one and has_kernel_rule(type(rule)) and all(plain):
+            state.kernel_rule = rule.kernel_rule(state)
+        state.is_asked = True
+    return state.kernel_rule
 
 
 @functools.cache

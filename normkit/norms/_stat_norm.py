@@ -71,6 +71,10 @@ class StatNorm(StatefulNorm):
         """
         return False
 
+    def known_end(self, state: Any) -> int:
+        """Return the last step of the warm-up, `NEVER` until the host has seen it; 0 without one."""
+        return 0
+
     def kernel_rule(self, state: Any) -> KernelRule | None:
         """Return both rules in the form that kernels apply, or None."""
         return None
@@ -80,7 +84,7 @@ class StatNorm(StatefulNorm):
     def normalize(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Normalize `x[..., dim]` by the rules of the method; at inference by `running`."""
         if self.training:
-            return ops.train_step(x, mask, self, self.state())
+            return ops.train_step(x, mask, self)
         return ops.standardize(x, self.running, self.weight, self.bias, self.eps, self.groups)
 
     def rest(self, x: Tensor) -> Tensor:

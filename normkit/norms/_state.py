@@ -1,6 +1,8 @@
 """State of norms with batch statistics: its buffers, and when it changes."""
 
 import copy
+import operator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +17,7 @@ from normkit.norms._base import Norm
 from normkit.norms._options import Processes
 
 OPTIONAL = ("pending", "pending_grad", "averages", "lag", "warmup_end")  # in some norms of a class
-CALLS = 4  # a norm asks twice a step whether its warm-up has ended: on a GPU every second step copies or reads
+CALLS = 4  # a norm asks once or twice a step whether its warm-up has ended: a GPU copies in every fourth or second step
 
 
 class StatefulNorm(Norm, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -39,9 +41,16 @@ class StatefulNorm(Norm, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[re
     follows_optimizer = False  # new state waits in buffers `next_*` for the optimizer's step (follow_optimizer)
 
     processes: ClassVar[Groups] = ()  # over which a batch is sharded; see `_inputs.normalize_sharded`
+    _settings: ClassVar[Callable[[Any], tuple[Any, ...]]]  # what a `State` and rules depend on, besides the buffers
+    _state = None  # that of the last training step
 
     sync: bool | Processes = False
     was_set = False  # running statistics were calibrated or loaded since the norm was made
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        options = [each.attribute for each in cls.declared.values()]
+        cls._settings = operator.attrgetter(*options, "track_running_stats", "follows_optimizer", "processes")
 
     def build(self) -> None:
         """Create parameters and buffers, from the options in `self`."""
@@ -66,11 +75,25 @@ class StatefulNorm(Norm, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[re
         return (*synced, *(group for group in self.processes if not any(sync.includes(each, group) for each in synced)))
 
     def state(self) -> State:
-        """Return the buffers as they are now, for one training step."""
+        """Return the buffers as they are now, for training steps."""
         return State(
             dict(self._buffers), self._records, self.process_groups(), self.follows_optimizer,
             fixed=not self.track_running_stats,
         )  # fmt: skip
+
+    def kept_state(self) -> State:
+        """Return `state()`, the same object until a buffer or an option is another one."""
+        kept, settings, buffers = self._state, self._settings(self), self._buffers
+        if (
+            kept is None
+            or kept.settings != settings
+            or len(kept.buffers) != len(buffers)
+            or not all(map(operator.is_, kept.buffers.values(), buffers.values()))
+            or self.sync is not False  # processes may be connected later
+        ):
+            self._state = kept = self.state()
+            kept.settings = settings
+        return kept
 
     @property
     def running_mean(self) -> Tensor:
@@ -149,7 +172,7 @@ class StatefulNorm(Norm, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[re
         kept = {**super().__getstate__(), "follows_optimizer": False, "next_state": {}}
         return {
             **kept, "sync": Shared(self.sync) if sync.is_group(self.sync) else self.sync, "_records": Records(),
-            "_steps": AsyncCounter(), "_ended": AsyncCounter(CALLS),
+            "_steps": AsyncCounter(), "_ended": AsyncCounter(CALLS), "_state": None,
         }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:

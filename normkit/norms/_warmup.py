@@ -54,17 +54,15 @@ class WarmupNorm(StatNorm):
         return step > (max(end, least) if isinstance(end, int) else end.clamp(min=least))
 
     def known_end(self, state: Any) -> int:
-        """Return the last step of the warm-up, `NEVER` until the host has seen it."""
         if isinstance(self.warmup, int):
             return self.warmup
         return self._ended.seen if self._ended.at_least(1, state.warmup_end) else NEVER
 
     def kernel_warmup(self, state: Any) -> dict[str, Any]:
-        """Return the warm-up's fields of `KernelRule`; `drift` until the host has seen its end."""
+        """Return the warm-up's fields of `KernelRule`."""
         if isinstance(self.warmup, int):
             return {"warmup": self.warmup}
-        measured = (state.averages, state.lag, state.warmup_end) if self.known_end(state) == NEVER else ()
-        return {"warmup": state.warmup_end, "drift": measured}
+        return {"warmup": state.warmup_end, "drift": (state.averages, state.lag, state.warmup_end)}
 
     def drift_state(self, batch: Tensor, step: Tensor, state: Any) -> dict[str, Tensor]:
         """Return the new values of the buffers of "auto", after a batch with these statistics.

@@ -171,20 +171,20 @@ void column_backward(const ColumnBackward& given, int threads) {
     const int64_t width = channels / std::max<int64_t>(groups, 1);  // of a group of layer-scale
     const Chunks chunks(n, channels * sizeof(T));
     const int64_t size = sums ? (real ? 4 : 2) * channels : 0;
-    Floats parts(chunks.number * size);
+    Floats parts(2 * chunks.number * size);  // then the block of each chunk: memory for one costs as much as its sums
     chunks.over(channels, threads, !sums && chunks.large, [&](int64_t chunk, int64_t from, int64_t to) {
         InputRows<T> rows(x, channels, groups, eps, groups && dx), grads(dy, channels);
         OutputRows<T> results(dx, channels, chunks.large);
         Floats along(groups ? channels : 0);
-        Floats block(size);
+        float* const block = parts.data() + (chunks.number + chunk) * size;
         for (int64_t first = from; first < to; first += BLOCK) {
             const int64_t last = std::min(to, first + BLOCK);
-            std::fill(block.begin(), block.end(), 0.0f);
+            std::fill_n(block, size, 0.0f);
             for (int64_t i = first; i < last; ++i) {
                 const bool kept = !mask || mask[i];
                 const float *row = rows[i], *g = grads[i];
                 // the first two sums are of padding, the next of real rows
-                float *sum = block.data() + (real && kept ? 2 * channels : 0), *with = sum + channels;
+                float *sum = block + (real && kept ? 2 * channels : 0), *with = sum + channels;
                 const auto pass = [&](auto writes, auto adds, auto shifts, auto real_row, auto scales) {
                     constexpr bool WRITES = writes, ADDS = adds, SHIFTS = shifts, REAL = real_row, SCALES = scales;
                     const auto apart = [=](int64_t c) { return SHIFTS ? row[c] - mean[c] : row[c]; };
@@ -206,7 +206,7 @@ void column_backward(const ColumnBackward& given, int threads) {
                 };
                 specialize(pass, dx, sums, mean, kept, groups);
             }
-            each(size, [from = block.data(), all = parts.data() + chunk * size](int64_t c) { all[c] += from[c]; });
+            each(size, [from = block, all = parts.data() + chunk * size](int64_t c) { all[c] += from[c]; });
         }
     });
     if (!sums) return;

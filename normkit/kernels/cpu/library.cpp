@@ -35,6 +35,8 @@ void by_type(const Tensor& x, Body body) {
 Tensor vector(const Tensor& x, const Optional& given, const char* name) {
     if (!given) return {};
     TORCH_CHECK(given->device() == x.device(), name, " is on ", given->device(), "; it must be on ", x.device());
+    const bool fits = given->scalar_type() == at::kFloat && given->dim() == 1 && given->size(0) == x.size(-1);
+    if (fits && given->is_contiguous()) return *given;
     return given->detach().to(at::kFloat).expand({x.size(-1)}).contiguous();
 }
 
@@ -90,12 +92,12 @@ enum Buffer {
 enum Decision { BATCH, VALUE, COUNT, NEXT_STEP, SAVED_GRAD, SAVED_GAMMA, OUTLIER, DECISIONS };
 
 // Lists of numbers, in the order of native.py.
-Options options_of(at::IntArrayRef numbers, at::ArrayRef<double> factors) {
-    TORCH_CHECK(numbers.size() == 9 && factors.size() == 4, "native.py and library.cpp differ in their lists");
+Options options_of(at::IntArrayRef numbers, at::ArrayRef<double> factors, bool known, int64_t groups) {
+    TORCH_CHECK(numbers.size() == 7 && factors.size() == 4, "native.py and library.cpp differ in their lists");
     return {
-        .forward = Forward(numbers[0]), .backward = Backward(numbers[1]), .known_in_advance = bool(numbers[2]),
-        .warmup = numbers[3], .unbiased = bool(numbers[4]), .clamp = bool(numbers[5]), .center = int(numbers[6]),
-        .groups = numbers[7], .real = bool(numbers[8]),
+        .forward = Forward(numbers[0]), .backward = Backward(numbers[1]), .known_in_advance = known,
+        .warmup = numbers[2], .unbiased = bool(numbers[3]), .clamp = bool(numbers[4]), .center = int(numbers[5]),
+        .groups = groups, .real = bool(numbers[6]),
         .eps = float(factors[0]), .rate = float(factors[1]), .rate_grad = float(factors[2]), .floor = float(factors[3]),
     };
 }
@@ -165,17 +167,17 @@ void mark_written(const variable_list& state, std::initializer_list<Buffer> buff
         if (state[i].defined()) state[i].unsafeGetTensorImpl()->bump_version();
 }
 
-// What has no gradient. Buffers are not saved as variables: other steps write to them before the backward pass.
+// What has no gradient. Buffers are not saved as variables: other steps write to them before the backward pass. Nor are
+// decisions, which nobody else writes to.
 struct Given : torch::CustomClassHolder {
     Options options;
     bool has_bias;
     Tensor mask;
-    variable_list state;
+    variable_list state, decisions;
     std::vector<int64_t> plan;  // of launches on a GPU; empty for the kernels in C++
 
-    Given(const Options& options, bool has_bias, const Tensor& mask, const variable_list& state,
-          at::IntArrayRef plan)
-        : options(options), has_bias(has_bias), mask(mask), state(state), plan(plan.vec()) {}
+    Given(const Options& options, bool has_bias, const Tensor& mask, variable_list&& buffers, at::IntArrayRef plan)
+        : options(options), has_bias(has_bias), mask(mask), state(std::move(buffers)), plan(plan.vec()) {}
 
     bool in_cpp() const { return plan.empty(); }
     Addresses addresses(const Tensor& x) const { return {x.device(), in_cpp()}; }
@@ -184,7 +186,7 @@ struct Given : torch::CustomClassHolder {
         return in_cpp() && given.defined() ? vector(x, given, name) : given;
     }
     Tensor plain(const Tensor& input) const {  // contiguous and, as Triton's kernels take for granted, aligned
-        const Tensor x = input.resolve_neg().contiguous();
+        const Tensor x = (input.is_neg() ? input.resolve_neg() : input).contiguous();
         const bool any_address = in_cpp() || !x.has_storage();
         return any_address || reinterpret_cast<std::uintptr_t>(x.data_ptr()) % 16 == 0 ? x : x.clone();
     }
@@ -199,35 +201,32 @@ struct Given : torch::CustomClassHolder {
     }
 };
 
-TrainingStep common_arguments(const Tensor& x, const Tensor& mask, const Tensor& weight, const Given& given,
-                              const variable_list& decisions) {
+TrainingStep common_arguments(const Tensor& x, const Tensor& mask, const Tensor& weight, const Given& given) {
     const Addresses address = given.addresses(x);
     return {
         .x = x.data_ptr(), .mask = address.operator()<bool>(mask, "mask"), .weight = address.parameter(weight, "weight"),
         .n = x.numel() / x.size(-1), .channels = x.size(-1), .options = given.options,
-        .state = addresses_of_state(address, given.state), .decisions = addresses_of_decisions(address, decisions),
+        .state = addresses_of_state(address, given.state), .decisions = addresses_of_decisions(address, given.decisions),
     };
 }
 
 struct Step : torch::autograd::Function<Step> {
     static Tensor forward(AutogradContext* context, const Tensor& input, const Optional& given_weight,
-                          const Optional& given_bias, const c10::intrusive_ptr<Given>& given,
-                          variable_list& decisions) {
-        const Tensor x = given->plain(input), y = at::empty_like(x);
+                          const Optional& given_bias, const c10::intrusive_ptr<Given>& given) {
+        const Tensor x = given->plain(input), y = at::empty(x.sizes(), x.options());
         const Tensor weight = given->parameter(given_weight.value_or(Tensor()), "weight", x);
         const Tensor bias = given->parameter(given_bias.value_or(Tensor()), "bias", x);
-        const bool decided = !decisions.empty();
-        if (!decided) decisions = new_decisions(x, given->options, given->state[FILTERED].defined());
-        TrainingStep step = common_arguments(x, given->mask, weight, *given, decisions);
+        const bool decided = !given->decisions.empty();
+        if (!decided) given->decisions = new_decisions(x, given->options, given->state[FILTERED].defined());
+        TrainingStep step = common_arguments(x, given->mask, weight, *given);
+        if (given->in_cpp() && step.state.end && *step.state.end)
+            step.options.warmup = given->options.warmup = *step.state.end;
         step.bias = given->addresses(x).parameter(bias, "bias");
         step.decided = decided;
         step.y = y.data_ptr();
         given->run(step, false, x);
         if (!decided) mark_written(given->state, {RUNNING, STEP, SKIPPED, WINDOW, FILTERED, AVERAGES, LAG, WARMUP_END});
-        variable_list saved = decisions;
-        saved[BATCH] = Tensor();  // unused in the backward pass
-        saved.insert(saved.end(), {input, given_weight.value_or(Tensor()), given->mask});
-        context->save_for_backward(saved);
+        context->save_for_backward({input, given_weight.value_or(Tensor()), given->mask});
         context->saved_data["given"] = at::IValue::make_capsule(given);
         return y;
     }
@@ -238,9 +237,8 @@ struct Step : torch::autograd::Function<Step> {
                     "put them into evaluation mode, or take a per-token norm");
         const auto given = c10::static_intrusive_pointer_cast<Given>(context->saved_data["given"].toCapsule());
         const variable_list saved = context->get_saved_variables();
-        const Tensor x = given->plain(saved[DECISIONS]), mask = saved[DECISIONS + 2];
-        const Tensor weight = given->parameter(saved[DECISIONS + 1], "weight", x);
-        const Tensor dy = given->plain(gradients[0]), dx = at::empty_like(x);
+        const Tensor x = given->plain(saved[0]), weight = given->parameter(saved[1], "weight", x), mask = saved[2];
+        const Tensor dy = given->plain(gradients[0]), dx = at::empty(x.sizes(), x.options());
         TORCH_CHECK(dy.has_storage(), "these kernels take no gradients under vmap; take one after the other, or, for a "
                     "norm with the exact gradient, use `with normkit.kernels(\"reference\")`");
         TORCH_CHECK(dy.scalar_type() == x.scalar_type(), "the gradient is ", dy.scalar_type(), ", x ", x.scalar_type());
@@ -249,7 +247,7 @@ struct Step : torch::autograd::Function<Step> {
             return wanted || given->in_cpp() ? at::empty({x.size(-1)}, x.options().dtype(kind)) : Tensor();
         };
         const Tensor dweight = gradient(weight.defined()), dbias = gradient(given->has_bias);
-        TrainingStep step = common_arguments(x, mask, weight, *given, saved);
+        TrainingStep step = common_arguments(x, mask, weight, *given);
         step.options.real &= mask.defined();
         step.dy = dy.data_ptr();
         step.dx = dx.data_ptr();
@@ -257,10 +255,12 @@ struct Step : torch::autograd::Function<Step> {
         step.dbias = const_cast<float*>(given->addresses(x).parameter(dbias, "dbias"));
         given->run(step, true, x);
         mark_written(given->state, {SKIPPED_GRAD, WINDOW_GRAD, SMOOTH_GRAD});
-        // of x, weight, bias, given, decisions
-        const auto cast = [&](const Tensor& sum) { return sum.to(saved[DECISIONS + 1].scalar_type()); };
-        return {dx, weight.defined() ? cast(dweight) : weight, given->has_bias ? cast(dbias) : Tensor(), Tensor(),
-                Tensor()};
+        // of x, weight, bias, given
+        const auto cast = [&](const Tensor& sum) {
+            const auto kind = saved[1].scalar_type();
+            return sum.scalar_type() == kind ? sum : sum.to(kind);
+        };
+        return {dx, weight.defined() ? cast(dweight) : weight, given->has_bias ? cast(dbias) : Tensor(), Tensor()};
     }
 };
 
@@ -270,18 +270,19 @@ variable_list defined(const c10::List<Optional>& tensors) {
     return found;
 }
 
-std::tuple<Tensor, c10::List<Optional>> step(const Tensor& x, const Optional& weight, const Optional& bias,
-                                             const Optional& mask, const c10::List<Optional>& state,
-                                             const c10::List<Optional>& decisions, at::IntArrayRef numbers,
-                                             at::ArrayRef<double> factors, at::IntArrayRef plan) {
-    variable_list made = defined(decisions);
+std::tuple<Tensor, variable_list> step(const Tensor& x, const Optional& weight, const Optional& bias,
+                                             const Optional& mask, const c10::List<Optional>& decisions,
+                                             const c10::List<Optional>& state, at::IntArrayRef numbers,
+                                             at::ArrayRef<double> factors, bool known, int64_t groups,
+                                             at::IntArrayRef plan) {
     const Tensor rows = mask ? mask->contiguous() : Tensor();
-    const auto given =
-        c10::make_intrusive<Given>(options_of(numbers, factors), bias.has_value(), rows, defined(state), plan);
-    const Tensor y = Step::apply(x, weight, bias, given, made);
-    c10::List<Optional> found;
-    for (const Tensor& each : made) found.push_back(each.defined() ? Optional(each) : std::nullopt);
-    return {y, found};
+    const auto given = c10::make_intrusive<Given>(options_of(numbers, factors, known, groups), bias.has_value(), rows,
+                                                  defined(state), plan);
+    given->decisions = defined(decisions);
+    const Tensor y = Step::apply(x, weight, bias, given);
+    variable_list made = given->decisions;
+    std::erase_if(made, [](const Tensor& each) { return !each.defined(); });
+    return {y, made};
 }
 
 }  // namespace
@@ -293,8 +294,8 @@ TORCH_LIBRARY_FRAGMENT(normkit, library) {
         "row_norm_grad(Tensor dy, Tensor x, Tensor? weight, float eps, bool length, bool center, bool sums)"
         " -> (Tensor, Tensor)");
     library.def(
-        "step(Tensor x, Tensor? weight, Tensor? bias, Tensor? mask, Tensor?[] state, Tensor?[] decisions, "
-        "int[] numbers, float[] factors, int[] plan) -> (Tensor, Tensor?[])");
+        "step(Tensor x, Tensor? weight, Tensor? bias, Tensor? mask, Tensor?[] decisions, Tensor?[] state, "
+        "int[] numbers, float[] factors, bool known, int groups, int[] plan) -> (Tensor, Tensor[])");
     library.impl("step", c10::DispatchKey::CompositeImplicitAutograd, TORCH_FN(step));
 }
 

@@ -203,10 +203,10 @@ class InputRows {
     Floats factor;  // of layer-scale, for each channel of the last row that was read
 
     InputRows(const T* all, int64_t channels, int64_t groups = 0, float eps = 0, bool keeps_factor = false)
-        : all(all), channels(channels), groups(groups), eps(eps), buffer(channels),
-          factor(keeps_factor ? channels : 0) {}
+        : all(all), channels(channels), groups(groups), eps(eps),
+          buffer(groups || !std::is_same_v<T, float> ? channels : 0), factor(keeps_factor ? channels : 0) {}
 
-    const float* operator[](int64_t i) {
+    [[gnu::always_inline]] const float* operator[](int64_t i) {
         const T* row = all + i * channels;
         float* to = buffer.data();
         if (!groups) return wide_row(row);

@@ -113,7 +113,7 @@ inline void train_on_gpu(const TrainingStep& step, const Plan& plan, const at::T
                state.skipped, state.window, excess, state.filtered, made.outlier, made.batch, made.value, made.count,
                made.saved_grad, made.saved_gamma, state.smooth_grad, state.end, plan.programs, shares,
                plan.sum_blocks, channels, state.slots, options.eps, options.rate, options.warmup, options.floor);
-        if (state.averages)
+        if (plan.kernels[DRIFT].function)  // until the host has seen the end of the warm-up
             launch(plan, DRIFT, 1, 1, made.batch + last, state.step, made.step, state.averages, state.lag,
                    state.warmup_end, channels,
                    options.eps > 0 ? options.eps : std::numeric_limits<float>::min());

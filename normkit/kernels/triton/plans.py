@@ -44,22 +44,24 @@ class Form(NamedTuple):
     device: int | None
 
 
-def plan(norm: Rule, rule: KernelRule, x: Tensor, mask: Tensor | None, known: bool) -> list[int]:
-    """Return the plan of a step: the fields of `Plan` in `launches.h`."""
+def plan(norm: Rule, rule: KernelRule, x: Tensor, mask: Tensor | None, known: bool, drifts: bool) -> list[int]:
+    """Return the plan of a step: the fields of `Plan` in `launches.h`; with `drifts`, it measures the drift."""
     device = x.device.index
     tile, sum_tile, *grids = _grids(x.numel() // x.shape[-1], x.shape[-1])
     stream = torch._C._cuda_getCurrentRawStream(device)
-    return [*driver(device), stream, *grids, *kernels(form(norm, rule, x, mask, known, tile, sum_tile))]
+    return [*driver(device), stream, *grids, *kernels(form(norm, rule, x, mask, known, drifts, tile, sum_tile))]
 
 
-def form(norm: Rule, rule: KernelRule, x: Tensor, mask: Tensor | None, known: bool, tile: int, sum_tile: int) -> Form:
+def form(
+    norm: Rule, rule: KernelRule, x: Tensor, mask: Tensor | None, known: bool, drifts: bool, tile: int, sum_tile: int
+) -> Form:  # fmt: skip
     """Return what the kernels of a step depend on."""
     weight, real = norm.weight, mask is not None and norm.pad_grad == "real"
     tensors = {
         "W": weight, "B": norm.bias, "MASK": mask, "WINDOW": rule.window, "WINDOW_GRAD": rule.window_grad,
         "SMOOTH_GRAD": rule.smooth_grad, "FILTERED": rule.filtered,
         "END": rule.warmup if isinstance(rule.warmup, Tensor) else None,
-        "AVERAGES": rule.drift[0] if rule.drift else None,
+        "AVERAGES": rule.drift[0] if drifts else None,
     }  # fmt: skip
     return Form(
         rule.forward, rule.backward, rule.unbiased, rule.clamp, norm.center, known, real,
