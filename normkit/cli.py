@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, and name the command whose options they are about."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        found, rest = super().parse_known_args(args, namespace)
+    def parse_known_args(self, *given: Any, **named: Any) -> Any:
+        found, rest = super().parse_known_args(*given, **named)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         return found, rest
