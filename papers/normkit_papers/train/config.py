@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-import pydantic_core
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
@@ -215,11 +214,9 @@ class Run:
         True
         """
         try:
-            given = pydantic_core.from_json(text)
-            return RUN.validate_python(without_retired(given) if isinstance(given, dict) else given)
-        except ValueError as error:
-            why = explain(error) if isinstance(error, ValidationError) else error
-            raise ValueError(f"not the settings of a run of this version: {why}") from None
+            return RUN.validate_python(without_retired(TypeAdapter(dict[str, Any]).validate_json(text)))
+        except ValidationError as error:
+            raise ValueError(f"not the settings of a run of this version: {explain(error)}") from None
 
 
 def without_retired(settings: Mapping[str, Any]) -> dict[str, Any]:
