@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo test tests coverage lint docs clean
 
 help:
-	@echo "make demo   set up, train one Transformer with each of four norms, compare, fold: about five minutes"
+	@echo "make demo   set up, train one Transformer with each of four norms, compare, fold: four to eight minutes"
 	@echo "make test   set up, then everything that CI runs: lint, types, docs, tests, doctests, examples"
 	@echo "make tests  the tests, doctests and examples alone"
 	@echo "make coverage  the tests alone, with the lines of normkit that they run; a third slower"
