@@ -12,6 +12,7 @@ from normkit_papers import results
 from normkit_papers.cli import COMMANDS, main
 from normkit_papers.recipes import RECIPES
 from normkit_papers.studies import demo as demo_module
+from normkit_papers.studies import rows
 from normkit_papers.studies.catalogue import STUDIES
 from normkit_papers.study import Base, Column, Row, Study
 from normkit_papers.train.folder import checkpoints, load
@@ -113,9 +114,10 @@ def test_a_study_is_run_shown_continued_and_reported(tmp_path, monkeypatch, caps
     assert str(tmp_path / "toy.csv") in shown
 
 
-def test_show_without_a_run_is_from_the_kept_results(tmp_path, capsys):
+def test_show_without_a_run_is_from_the_kept_results(tmp_path, capsys, monkeypatch):
     assert main(["study", "pn.table2", "--show", "--out", str(tmp_path)]) == 0
     assert "results/pn.table2.csv" in capsys.readouterr().out
+    monkeypatch.setattr(rows, "KEPT", tmp_path)
     assert main(["study", "tears.table2", "--show", "--out", str(tmp_path)]) == 0
     assert "no run at scale pocket yet" in capsys.readouterr().out
 
