@@ -1,4 +1,4 @@
-"""Measure how much the sizes of tokens differ where the norms of a language model read them, and what explains it.
+"""Measure how the sizes of tokens differ in a language model, and what explains it.
 
     python benchmarks/token_sizes.py SMOLLM2 wiki.train.txt papers/results/token-sizes-smollm2.csv
 

@@ -124,7 +124,7 @@ def _by_norm(rows: list[dict[str, str]]) -> list[str]:
 
 
 def _best(rows: list[dict[str, str]]) -> list[str]:
-    """The fastest LayerNorm and the fastest model without norms whose outputs are near the original's."""
+    """The fastest model with LayerNorm and without norms, of those near the original."""
     lines = []
     for model, threads in dict.fromkeys((row["model"], row["threads"]) for row in rows):
         near = [

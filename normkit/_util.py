@@ -198,7 +198,7 @@ def align(lines: Sequence[Sequence[str]], right: Collection[int] = (), heads: in
 
 
 def narrow(lines: Sequence[Sequence[str]], most: int) -> list[list[list[str]]]:
-    """Split a table into tables at most so many characters wide where possible, each with the first column.
+    """Split a wide table into narrower ones, each with the first column.
 
     >>> narrow([["norm", "PER", "loss"], ["un", "9.5", "0.31"]], 12)
     [[['norm', 'PER'], ['un', '9.5']], [['norm', 'loss'], ['un', '0.31']]]

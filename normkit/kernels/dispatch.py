@@ -111,7 +111,7 @@ def select(
     width: int = 0,
     has_native: bool = True,
 ) -> str:
-    """Select "triton", "native" or "reference" for an operation on `x`, and count it for the blocks around.
+    """Select "triton", "native" or "reference" for an operation on `x`, and count it.
 
     Args:
         x: Its main argument.

@@ -73,7 +73,7 @@ class Records:
         return Records, ()
 
     def add(self, statistics: StepStatistics, y: Tensor) -> None:
-        """Keep the statistics of a forward as long as the graph of its output `y`; not if it is recomputed."""
+        """Keep the statistics of a forward as long as the graph of its output `y`."""
         self._last = statistics
         if y.grad_fn is None:  # frozen, or the first forward of reentrant checkpointing
             if self._waiting <= 0:  # a new step; the graph of the one before may be retained

@@ -73,7 +73,7 @@ class Rows:
             self._count -= len(self._waiting.popleft().names)
 
     def take(self) -> None:
-        """Copy the numbers from the device, and send them as rows to the file or function, if there is one."""
+        """Copy the numbers from the device, and send them to the file or function, if any."""
         self.refresh()
         if not self._waiting:
             return

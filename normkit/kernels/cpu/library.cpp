@@ -167,8 +167,8 @@ void mark_written(const variable_list& state, std::initializer_list<Buffer> buff
         if (state[i].defined()) state[i].unsafeGetTensorImpl()->bump_version();
 }
 
-// What has no gradient. Buffers are not saved as variables: other steps write to them before the backward pass. Nor are
-// decisions, which nobody else writes to.
+// What has no gradient. Buffers cannot be saved as variables: other steps write to them before the backward pass.
+// Decisions need not be saved: only this step writes to them.
 struct Given : torch::CustomClassHolder {
     Options options;
     bool has_bias;

@@ -45,7 +45,7 @@ class Form(NamedTuple):
 
 
 def plan(norm: Rule, rule: KernelRule, x: Tensor, mask: Tensor | None, known: bool, drifts: bool) -> list[int]:
-    """Return the plan of a step: the fields of `Plan` in `launches.h`; with `drifts`, it measures the drift."""
+    """Return the fields of `Plan` in `launches.h`; with `drifts`, a step measures the drift."""
     device = x.device.index
     tile, sum_tile, *grids = _grids(x.numel() // x.shape[-1], x.shape[-1])
     stream = torch._C._cuda_getCurrentRawStream(device)

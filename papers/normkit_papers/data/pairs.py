@@ -10,7 +10,7 @@ from normkit_papers.data.vocab import BOS, PAD
 
 
 class PairTable:
-    """Sources and targets with their ends, in memory or in mapped files; `rows` selects and orders them.
+    """Sources and targets with their ends, in memory or in mapped files.
 
     >>> table = PairTable.of([([4, 5, 2], [6, 2]), ([4, 2], [7, 2])])
     >>> [tensor.tolist() for tensor in table.batch([1]).tensors]

@@ -180,7 +180,7 @@ class Layer(nn.Module):
 
 
 def causal(tokens: Tensor, start: int) -> dict[str, Any]:
-    """Return the arguments by which layers let each token, the first at `start`, attend to none behind it."""
+    """Return the arguments of layers for causal attention of tokens from `start` on."""
     length = tokens.shape[1]
     if not start or length == 1:
         return {"causal": not start}

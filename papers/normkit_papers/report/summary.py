@@ -121,7 +121,7 @@ def _number(mean: float, half: float, digits: int) -> str:
 
 
 def text(results: Results) -> str:
-    """Format the tables, as commands print them: columns that a line has no room for stand below, with the norms."""
+    """Format the tables; columns that a line has no room for stand below, with the norms."""
     parts = list[str]()
     for kind, members in groups(results).items():
         parts += [

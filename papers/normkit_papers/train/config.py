@@ -24,7 +24,7 @@ OF_SOME_TASKS = (
 )  # fmt: skip
 """Settings of the model that only the tasks use which list them in `uses`."""
 RETIRED = {"nodes": 1, "bucket_by": "both"}
-"""Settings of earlier versions, each with the only value that is still trained; files of their runs have them."""
+"""Settings in files of earlier runs, each with the only value that is still trained."""
 _WORDS = ("fixnorm", "tie", "word_dropout", "decoder_depth")
 
 

@@ -1,4 +1,4 @@
-"""Scores of outputs: BLEU by sacrebleu, error rates by rapidfuzz, average precision by torchmetrics."""
+"""Scores of outputs, by sacrebleu, rapidfuzz and torchmetrics."""
 
 import html
 import math
