@@ -48,3 +48,15 @@ def test_a_language_model_loses_its_norms_in_one_row(script, tmp_path):
     assert (row["norms_gone"], row["steps"], row["bound"]) == ("7", "1", "True")
     assert float(row["loss"]) > float(row["delta"])
     assert "--length 24" in row["command"]
+
+
+def test_a_language_model_trains_on_text_of_its_own(script, tmp_path):
+    folder, out = saved("LlamaForCausalLM", tmp_path / "model"), tmp_path / "rows.csv"
+    words = [folder, tmp_path / "out", "--own", 40, "--steps", 1, "--length", 24, "--results", out]
+    script("remove_norms_lm").main([str(word) for word in words])
+    written = (tmp_path / "out.txt").read_text(encoding="utf8").split()
+    assert len(written) > 20 * 40
+    assert len(set(written)) > 3
+    assert rows_of(out)[0]["norms_gone"] == "7"
+    with pytest.raises(SystemExit):
+        script("remove_norms_lm").main([*map(str, words), str(out)])
