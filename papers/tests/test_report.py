@@ -10,7 +10,7 @@ import pytest
 from made_results import result, score, write
 from normkit_papers import figures, results
 from normkit_papers.figures import folds_away
-from normkit_papers.report import page, summary
+from normkit_papers.report import charts, page, summary
 from normkit_papers.report.recorded import Recorded, first_sites, recorded
 from normkit_papers.report.settings import labels
 
@@ -81,6 +81,10 @@ def test_one_seed_has_the_sampling_error_and_a_folded_run_its_times():
     assert found["layer"]["to the best"] == f"0.90 ± {1.96 * math.hypot(0.35, 0.35):.2f}"
     shown = ("greedy, calibrated", "greedy, folded", "folds", "ms as trained", "ms folded", "largest error")
     assert [found["un"][name] for name in shown] == ["9.0 ± 0.7", "10.0 ± 0.7", "9 of 10", "200.0", "150.0", "3e-14"]
+    (members,) = summary.groups({1: un, 2: result("layer", 10.9)}).values()
+    (times,) = charts.folding(members)
+    assert [list(bars.x) for bars in times.data] == [[200.0, None], [150.0, None]]
+    assert charts.folding(members[1:]) == []
 
 
 def test_the_printed_table_fits_into_120_columns_and_leaves_nothing_out():
@@ -211,6 +215,11 @@ def test_the_page_in_a_browser(runs, tmp_path):
             tab.goto(path.as_uri())
             tab.wait_for_selector(".js-plotly-plot .scatterlayer path.js-line", state="attached")
             assert tab.locator(".js-plotly-plot").count() == 3, "two losses, statistics"
+            boxes = [each.bounding_box() for each in tab.locator(".js-plotly-plot .main-svg:first-child").all()]
+            assert len({(round(box["x"] / 99), round(box["y"] / 99)) for box in boxes}) == 3
+            assert all(box["x"] + box["width"] <= width for box in boxes)
+            beside = [box for box in boxes if box["y"] == boxes[0]["y"]]
+            assert sum(box["width"] for box in beside) <= width, "charts lie beside each other"
             assert EVIL in tab.locator("h1").inner_text()
             assert tab.evaluate("document.documentElement.scrollWidth") <= width
             shown = tab.locator("section .js-plotly-plot path.js-line").first

@@ -5,13 +5,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from normkit_papers.report.recorded import Recorded, add_line, panels
+from normkit_papers.report.recorded import COLOURS, Recorded, add_line, panels
+from normkit_papers.report.summary import Group
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 PART = 50  # a training loss is averaged over a fiftieth of the run
-FIRST = ("loss", "gap_batch", "gap_quadratic", "rms", "largest", "similarity", "gradient_norm")
+FIRST = ("loss", "rms", "largest", "similarity", "gap_batch", "gap_quadratic", "gradient_norm")
 """Quantities that a reader wants to see first; the others follow by name."""
 
 
@@ -28,6 +29,25 @@ def losses(runs: Sequence[Recorded]) -> "list[Figure]":
             if points:
                 add_line(figure, points, run.label, position)
         drawn += [figure] if longest > 1 else []
+    return drawn
+
+
+def folding(groups: Sequence[Group]) -> "list[Figure]":
+    """Draw time and size of each norm's model, as trained and folded, as bars; nothing without a folded model."""
+    drawn = []
+    for name, scale, title in (
+        ("seconds", 1000, "milliseconds to decode 64 words, one thread"),
+        ("megabytes", 1, "megabytes of weights"),
+    ):
+        if not any(group.fold(f"{name}_folded") for group in groups):
+            continue
+        figure = panels(1, 1, [title], height=60 + 44 * len(groups))
+        for colour, kind in zip(COLOURS, ("trained", "folded"), strict=False):
+            values = [value and scale * value for value in (group.fold(f"{name}_{kind}") for group in groups)]
+            style: dict[str, Any] = {"orientation": "h", "texttemplate": "%{x:.3g}", "textposition": "inside"}
+            figure.add_bar(x=values, y=[group.label for group in groups], name=kind, marker_color=colour, **style)
+        figure.update_yaxes(autorange="reversed", automargin=True, ticksuffix=" ")
+        drawn.append(figure)
     return drawn
 
 

@@ -39,6 +39,8 @@ function show(select) {
   section.querySelector("p").textContent = select.selectedOptions[0].title;
   Plotly.restyle(plot, {visible: plot.data.map(trace => trace.meta === select.value)});
 }
+// a chart is drawn before those beside it are there
+addEventListener("load", () => dispatchEvent(new Event("resize")));
 """
 
 
@@ -105,6 +107,7 @@ def add_runs(page: Page, found: Results) -> None:
     for kind, members in summary.groups(found).items():
         page.heading(kind)
         page.table(summary.cells(members))
+        page.chart(*charts.folding(members))
     page.text(summary.ABOUT)
     page.heading("Losses")
     page.chart(*charts.losses(runs))
