@@ -22,6 +22,7 @@ LONG, WIDE = 40, 60  # rows of a table that is shown open, characters of a cell
 ORIGIN = ("device", "threads", "torch", "torchao", "commit", "command")  # columns that stay in the files
 ROOT = Path(__file__).parents[1]
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+PERCENT = re.compile(r"(?<=\d) %")
 RESULT = re.compile(r"<!-- table (\w+):((?: \w+)+)(?:; (\w+)=([\w .-]+))? -->")  # file: columns; rows with a value
 STUDY = re.compile(r"<!-- study ([\w.-]+) -->")
 GROUPS = {  # heading of the reference: package of the names below it
@@ -31,8 +32,11 @@ GROUPS = {  # heading of the reference: package of the names below it
 
 
 def on_page_content(content: str, **_: object) -> str:
-    """Replace every formula that `pymdownx.arithmatex` marked, so that pages need no script to show it."""
-    return FORMULA.sub(_mathml, content)
+    """Replace every formula that `pymdownx.arithmatex` marked, so that pages need no script to show it.
+
+    A percent sign stays on the line of its number.
+    """
+    return PERCENT.sub("\u00a0%", FORMULA.sub(_mathml, content))
 
 
 def _mathml(formula: re.Match[str]) -> str:
