@@ -11,6 +11,7 @@ import os
 import shlex
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -419,7 +420,9 @@ def _list(found: tuple[list[list[str]], dict[str, str]]) -> int:
     lines, missing = found
     _write("\n".join(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in align(lines).splitlines()))
     if missing:
-        _write("\n".join(["\nmissing data:", *(f"  {name}: {why}" for name, why in sorted(missing.items()))]))
+        _write("\nmissing data:")
+        for name, why in sorted(missing.items()):
+            _write(textwrap.fill(f"  {name}: {why}", WIDTH, subsequent_indent="    "))
     return 0
 
 
