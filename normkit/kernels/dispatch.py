@@ -190,6 +190,16 @@ def can_use_native(x: Tensor, choice: str) -> bool:
     )
 
 
+def is_plain() -> bool:
+    """True in eager mode, without transforms, modes or forward differentiation."""
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )
+
+
 def is_traced() -> bool:
     """True if operations are traced, counted or differentiated, where our kernels are missed."""
     mode = _get_current_dispatch_mode() if torch._C._len_torch_dispatch_stack() else None

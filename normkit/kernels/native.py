@@ -64,24 +64,19 @@ def can_step(x: Tensor, parameters: tuple[Any, Any]) -> bool:
 def step(
     x: Tensor, parameters: tuple[Any, Any], mask: Tensor | None, rule: Rule, state: State, how: KernelRule,
     known: bool, plan: list[int], groups: int = 0, found: StepStatistics | None = None,
-) -> tuple[Tensor, StepStatistics]:  # fmt: skip
-    """As `reference.train_step`, in kernels that apply the rule.
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `reference.train_step`, in kernels that apply the rule; return y and the decisions for `records.unpack`.
 
     With `known`, the statistics to standardize with and to remove do not depend on the batch, which is read once.
     `plan` lists launches on a GPU; it is empty for kernels in C++.
     """
-    if state.arguments is None:
-        state.arguments = _arguments(rule, state, how)
-    if found is None:
-        y, made = library.step(x, *parameters, mask, [], *state.arguments, known, groups, plan)
-        return y, StepStatistics(*made[:4], mask=mask, saved=tuple(made[4:]))
-    saved = found.saved if how.forward == "running" else (None, None, *found.saved)
-    given = [found.batch, found.value, found.count, found.step, *saved, *[None] * (3 - len(saved))]
-    return library.step(x, *parameters, mask, given, *state.arguments, known, groups, plan)[0], found
+    buffers, numbers = state.native = state.native or _arguments(rule, state, how)
+    decisions = None if found is None else found.packed
+    return library.step(x, *parameters, mask, decisions, buffers, numbers, known, groups, plan)
 
 
-def _arguments(rule: Rule, state: State, how: KernelRule) -> tuple[list[Any], list[int], list[float]]:
-    """Return buffers, numbers and factors for all steps that use this state."""
+def _arguments(rule: Rule, state: State, how: KernelRule) -> tuple[list[Tensor | None], Tensor]:
+    """Return buffers and numbers for all steps that use this state."""
     end = how.warmup
     buffers = [
         state.running, state.step, state.skipped, state.skipped_grad, how.window, how.window_grad, how.smooth_grad,
@@ -89,6 +84,6 @@ def _arguments(rule: Rule, state: State, how: KernelRule) -> tuple[list[Any], li
     ]  # fmt: skip
     numbers = [
         FORWARD.index(how.forward), BACKWARD.index(how.backward), NEVER if isinstance(end, Tensor) else end,
-        how.unbiased, how.clamp, rule.center, rule.pad_grad == "real",
+        how.unbiased, how.clamp, rule.center, rule.pad_grad == "real", rule.eps, how.rate, how.rate_grad, how.floor,
     ]  # fmt: skip
-    return buffers, numbers, [rule.eps, how.rate, how.rate_grad, how.floor]
+    return buffers, torch.tensor(numbers, dtype=torch.float64, device="cpu")

@@ -6,6 +6,8 @@ for as long as their graphs live.
 """
 
 import collections
+import dataclasses
+import functools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)  # not frozen, which would make it slow to create
@@ -26,7 +29,8 @@ class StepStatistics:
         value: Statistics to standardize with, `[k, C]`.
         count: Number of real rows, of all processes if these are synchronized.
         step: Number of this update, counted from 1.
-        mask: `[...]`, True where a row is real; None if all are. The others are those of `rule.Stat`.
+        mask: `[...]`, True where a row is real; None if all are.
+        packed: All of them, if kernels made them. The others are those of `rule.Stat`.
     """
 
     batch: Tensor
@@ -38,19 +42,49 @@ class StepStatistics:
     grad_scale: Tensor | None = None
     dx_scale: Tensor | None = None
     mask: Tensor | None = None
+    packed: Tensor | None = None
     saved: tuple[Tensor, ...] = ()
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All fields, those of `saved` last."""
         return (
             self.batch, self.value, self.count, self.step, self.output_scale, self.output_shift, self.grad_scale,
-            self.dx_scale, self.mask, *self.saved,
+            self.dx_scale, self.mask, self.packed, *self.saved,
         )  # fmt: skip
+
+    @property
+    def key(self) -> Tensor:
+        """A tensor of this forward alone."""
+        return self.batch if self.packed is None else self.packed
 
     @classmethod
     def from_tensors(cls, tensors: tuple[Tensor | None, ...] | list[Tensor | None]) -> "StepStatistics":
         """Inverse of `tensors`."""
-        return cls(*tensors[:9], tuple(tensors[9:]))  # type: ignore[arg-type]
+        return cls(*tensors[:10], tuple(tensors[10:]))  # type: ignore[arg-type]
+
+
+def unpack(packed: Tensor, mask: Tensor | None, state: Any) -> StepStatistics:
+    """Read the decisions of kernels (`new_decisions` in cpu/library.cpp) as views of their tensor.
+
+    Args:
+        packed: Of float32: step (64 bits), count and outlier (8 bits), then, each of `[k, C]`, batch and value, then
+            what running statistics save, each of `[1, C]`.
+        mask: `[...]`, True where a row is real; None if all are.
+        state: The `State` of the norm.
+    """
+    k, channels = state.running.shape
+    head, rows, rule, saved = packed[:4], packed[4:].view(-1, channels), state.kernel_rule, tuple[Tensor, ...]()
+    if rule.forward == "running":
+        saved = tuple(rows[2 * k :].split(1))
+    elif rule.filtered is not None:
+        saved = (head[3:].view(torch.uint8)[0].bool(),)
+    step = head[:2].view(torch.int64)[0]
+    return StepStatistics(rows[:k], rows[k : 2 * k], head[2], step, mask=mask, packed=packed, saved=saved)
+
+
+def _unpack_alive(packed: Any, mask: Any, state: Any) -> StepStatistics | None:
+    alive = packed()
+    return None if alive is None else unpack(alive, mask and mask(), state)
 
 
 def is_recomputed() -> bool:
@@ -62,30 +96,46 @@ class Records:
     """Statistics of the forwards of one norm whose backward is still to come. A copy is empty."""
 
     def __init__(self) -> None:
-        self._of_graphs: list[weakref.ref[StepStatistics]] = []
+        self._of_graphs: list[Callable[[], StepStatistics | None]] = []  # None once the graph is gone
         self._most = 64  # of these, before the dead ones go
         self._without_graph: collections.deque[StepStatistics] = collections.deque(maxlen=64)  # uses in one step
         self._before, self._waiting = self._without_graph, 0  # of the step before; uses not recomputed yet
-        self._last: StepStatistics | None = None  # its graph may be gone already, as after detach()
-        self._uses: weakref.WeakKeyDictionary[StepStatistics, Tensor] = weakref.WeakKeyDictionary()
+        self._last: Callable[[], StepStatistics] | None = None  # its graph may be gone already, as after detach()
+        self._uses: Any = WeakTensorKeyDictionary()
 
     def __reduce__(self) -> tuple[type["Records"], tuple[()]]:
         return Records, ()
 
     def add(self, statistics: StepStatistics, y: Tensor) -> None:
         """Keep the statistics of a forward as long as the graph of its output `y`."""
-        self._last = statistics
-        if y.grad_fn is None:  # frozen, or the first forward of reentrant checkpointing
-            if self._waiting <= 0:  # a new step; the graph of the one before may be retained
-                self._before, self._without_graph, self._waiting = self._without_graph, collections.deque(maxlen=64), 0
-            self._waiting += 1
-            self._without_graph.append(statistics)
+        self._last = lambda: statistics
+        if y.grad_fn is None:
+            self._add_without_graph(statistics)
         else:
             y.grad_fn.metadata["statistics"] = statistics  # type: ignore[index]
-            self._of_graphs.append(weakref.ref(statistics))
-            if len(self._of_graphs) > self._most:
-                self._of_graphs = [each for each in self._of_graphs if each()]
-                self._most = 64 + 2 * len(self._of_graphs)
+            self._add_of_graph(weakref.ref(statistics))
+
+    def add_packed(self, packed: Tensor, mask: Tensor | None, state: Any, y: Tensor) -> None:
+        """As `add`, for decisions of kernels: the graph of `y` keeps this tensor and this mask."""
+        self._last = functools.partial(unpack, packed, mask, state)
+        if y.requires_grad:
+            of_mask = None if mask is None else weakref.ref(mask)
+            self._add_of_graph(functools.partial(_unpack_alive, weakref.ref(packed), of_mask, state))
+        else:
+            self._add_without_graph(unpack(packed, mask, state))
+
+    def _add_of_graph(self, statistics: Callable[[], StepStatistics | None]) -> None:
+        self._of_graphs.append(statistics)
+        if len(self._of_graphs) > self._most:
+            self._of_graphs = [each for each in self._of_graphs if each()]
+            self._most = 64 + 2 * len(self._of_graphs)
+
+    def _add_without_graph(self, statistics: StepStatistics) -> None:
+        # frozen, or the first forward of reentrant checkpointing
+        if self._waiting <= 0:  # a new step; the graph of the one before may be retained
+            self._before, self._without_graph, self._waiting = self._without_graph, collections.deque(maxlen=64), 0
+        self._waiting += 1
+        self._without_graph.append(statistics)
 
     def find(self, x: Tensor, batch: Callable[[Tensor | None], Tensor]) -> StepStatistics | None:
         """Return statistics and mask of the first run of this forward, which is recomputed; None without one.
@@ -93,20 +143,22 @@ class Records:
         `batch` computes statistics `[k, C]` of `x` under a mask, where several forwards are candidates.
         """
         self._waiting -= 1
-        alive = (each() for each in self._of_graphs)
-        kept = filter(None, [*self._before, *self._without_graph, *alive, self._last])
+        alive = [each() for each in self._of_graphs]
+        kept = filter(None, [*self._before, *self._without_graph, *alive, self._last and self._last()])
         fit = (each for each in kept if each.mask is None or each.mask.shape == x.shape[:-1])
-        candidates = [each for each in dict.fromkeys(fit) if each.batch.device == x.device][::-1]
+        candidates = [*{id(each.key): each for each in fit if each.batch.device == x.device}.values()][::-1]
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         # select the forward of the same batch on the device, without waiting for it
         mine = {id(each.mask): batch(each.mask).nan_to_num() for each in candidates}
         distance = torch.stack([(each.batch.nan_to_num() - mine[id(each.mask)]).abs().sum() for each in candidates])
         # among equal ones, as of a batch that passes twice with other dropout, each in turn, the last one first
-        uses = torch.stack([self._uses.setdefault(each, distance.new_zeros(())) for each in candidates])
+        uses = torch.stack([self._uses.setdefault(each.key, distance.new_zeros(())) for each in candidates])
         best = torch.where(distance == distance.min(), uses, torch.inf).argmin().view(1)
         for place, each in enumerate(candidates):
-            self._uses[each].add_(best[0] == place)
+            self._uses[each.key].add_(best[0] == place)
+        if any(each.packed is None for each in candidates):  # some forwards took the reference
+            candidates = [dataclasses.replace(each, packed=None) for each in candidates]
         columns = zip(*(each.tensors() for each in candidates), strict=True)
         return StepStatistics.from_tensors([_select(column, best) for column in columns])
 

@@ -282,7 +282,7 @@ def decide(
     state.write({**new, "step": step}, ok)
     state.skipped.add_(~ok)
     scales = stat.output_scale, stat.output_shift, stat.grad_scale, stat.dx_scale
-    return StepStatistics(local, value, count, step, *scales, mask, saved)
+    return StepStatistics(local, value, count, step, *scales, mask, saved=saved)
 
 
 @torch.no_grad()

@@ -100,10 +100,10 @@ class State:
             setattr(self, name, buffer)
         self.buffers, self.records, self.processes = buffers, records, processes
         self.follows_optimizer, self.fixed = follows_optimizer, fixed
-        self.settings: tuple[Any, ...] = ()  # of the norm, while it keeps this object
+        self.native_for: tuple[Any, ...] | None = None  # type, weight and bias for which kernels in C++ were chosen
         self.is_asked = False  # for its form for kernels, which is made once
         self.kernel_rule: KernelRule | None = None
-        self.arguments: tuple[list[Any], list[int], list[float]] | None = None
+        self.native: tuple[list[Tensor | None], Tensor] | None = None  # buffers and numbers for the kernels in C++
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"there is no buffer {name!r}")

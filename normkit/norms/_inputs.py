@@ -93,7 +93,7 @@ def normalize_sharded(norm: Norm, x: DTensor, mask: Tensor | None) -> Tensor:
         mask = mask if is_dtensor(mask) else DTensor.from_local(mask, mesh, [Replicate()] * mesh.ndim, run_check=False)
         mask = mask.redistribute(placements=placements).to_local()  # pyright: ignore[reportAttributeAccessIssue]
     twin: Any = object.__new__(type(norm))  # the same norm with local tensors; its state shares their memory
-    vars(twin).update(vars(norm), processes=tuple(mesh.get_group(axis) for axis in shards))
+    vars(twin).update(vars(norm), processes=tuple(mesh.get_group(axis) for axis in shards), _state=None)
     grads = [Partial() if isinstance(p, Shard) else p for p in placements]
     twin._parameters = {name: _local_parameter(norm, name, p, grads) for name, p in norm._parameters.items()}
     twin._buffers = {name: _local_buffer(b) for name, b in norm._buffers.items()}

@@ -2,7 +2,6 @@
 
 import copy
 import operator
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -41,16 +40,22 @@ class StatefulNorm(Norm, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[re
     follows_optimizer = False  # new state waits in buffers `next_*` for the optimizer's step (follow_optimizer)
 
     processes: ClassVar[Groups] = ()  # over which a batch is sharded; see `_inputs.normalize_sharded`
-    _settings: ClassVar[Callable[[Any], tuple[Any, ...]]]  # what a `State` and rules depend on, besides the buffers
-    _state = None  # that of the last training step
+    _settings: ClassVar[frozenset[str]]  # attributes that a `State` and rules depend on, besides the buffers
+    _state = None  # that of the last training step, until a setting changes
 
     sync: bool | Processes = False
     was_set = False  # running statistics were calibrated or loaded since the norm was made
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        options = [each.attribute for each in cls.declared.values()]
-        cls._settings = operator.attrgetter(*options, "track_running_stats", "follows_optimizer", "processes")
+        options = (each.attribute for each in cls.declared.values())
+        cls._settings = frozenset({*options, "track_running_stats", "follows_optimizer", "processes"})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a setting takes effect at the next step."""
+        if name in self._settings:
+            self._state = None
+        super().__setattr__(name, value)
 
     def build(self) -> None:
         """Create parameters and buffers, from the options in `self`."""
@@ -83,16 +88,14 @@ class StatefulNorm(Norm, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[re
 
     def kept_state(self) -> State:
         """Return `state()`, the same object until a buffer or an option is another one."""
-        kept, settings, buffers = self._state, self._settings(self), self._buffers
+        kept, buffers = self._state, self._buffers
         if (
             kept is None
-            or kept.settings != settings
             or len(kept.buffers) != len(buffers)
             or not all(map(operator.is_, kept.buffers.values(), buffers.values()))
             or self.sync is not False  # processes may be connected later
         ):
             self._state = kept = self.state()
-            kept.settings = settings
         return kept
 
     @property

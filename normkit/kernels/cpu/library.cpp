@@ -89,16 +89,16 @@ std::tuple<Tensor, Tensor> row_norm_grad(const Tensor& given_dy, const Tensor& i
 enum Buffer {
     RUNNING, STEP, SKIPPED, SKIPPED_GRAD, WINDOW, WINDOW_GRAD, SMOOTH_GRAD, FILTERED, AVERAGES, LAG, WARMUP_END, END
 };
-enum Decision { BATCH, VALUE, COUNT, NEXT_STEP, SAVED_GRAD, SAVED_GAMMA, OUTLIER, DECISIONS };
 
-// Lists of numbers, in the order of native.py.
-Options options_of(at::IntArrayRef numbers, at::ArrayRef<double> factors, bool known, int64_t groups) {
-    TORCH_CHECK(numbers.size() == 7 && factors.size() == 4, "native.py and library.cpp differ in their lists");
+// A tensor of numbers, in the order of native.py: a list of them would be converted in each step.
+Options options_of(const Tensor& numbers, bool known, int64_t groups) {
+    TORCH_CHECK(numbers.numel() == 11 && numbers.scalar_type() == at::kDouble && numbers.is_cpu(),
+                "native.py and library.cpp differ in their numbers");
+    const double* of = numbers.const_data_ptr<double>();
     return {
-        .forward = Forward(numbers[0]), .backward = Backward(numbers[1]), .known_in_advance = known,
-        .warmup = numbers[2], .unbiased = bool(numbers[3]), .clamp = bool(numbers[4]), .center = int(numbers[5]),
-        .groups = groups, .real = bool(numbers[6]),
-        .eps = float(factors[0]), .rate = float(factors[1]), .rate_grad = float(factors[2]), .floor = float(factors[3]),
+        .forward = Forward(int(of[0])), .backward = Backward(int(of[1])), .known_in_advance = known,
+        .warmup = int64_t(of[2]), .unbiased = of[3] != 0, .clamp = of[4] != 0, .center = int(of[5]), .groups = groups,
+        .real = of[6] != 0, .eps = float(of[7]), .rate = float(of[8]), .rate_grad = float(of[9]), .floor = float(of[10]),
     };
 }
 
@@ -138,27 +138,24 @@ State addresses_of_state(const Addresses& address, const variable_list& state) {
     };
 }
 
-Decisions addresses_of_decisions(const Addresses& address, const variable_list& made) {
-    return {
-        .batch = address(made[BATCH], "batch"), .value = address(made[VALUE], "value"),
-        .count = address(made[COUNT], "count"), .step = address.counter(made[NEXT_STEP], "step"),
-        .saved_grad = address(made[SAVED_GRAD], "saved_grad"), .saved_gamma = address(made[SAVED_GAMMA], "saved_gamma"),
-        .outlier = address.operator()<bool>(made[OUTLIER], "outlier"),
-    };
+// The decisions of a forward pass are one tensor of floats, in the order of `Packed` (native.py): four for step (64
+// bits), count and outlier, then batch and value, then saved_grad and saved_gamma of running statistics.
+constexpr int64_t HEAD = 4;
+
+Tensor new_decisions(const Tensor& x, const Options& options) {
+    const int64_t rows = 2 * (1 + options.center + (options.forward == Forward::RUNNING));
+    return floats(x, {HEAD + rows * x.size(-1)});
 }
 
-// Memory for the decisions of a forward pass.
-variable_list new_decisions(const Tensor& x, const Options& options, bool filters) {
-    const int64_t channels = x.size(-1);
-    const auto floats = x.options().dtype(at::kFloat);
-    variable_list made(DECISIONS);
-    for (int i : {BATCH, VALUE}) made[i] = at::empty({1 + options.center, channels}, floats);
-    made[COUNT] = at::empty({}, floats);
-    made[NEXT_STEP] = at::empty({}, x.options().dtype(at::kLong));
-    if (options.forward == Forward::RUNNING)
-        for (int i : {SAVED_GRAD, SAVED_GAMMA}) made[i] = at::empty({1, channels}, floats);
-    if (filters) made[OUTLIER] = at::empty({}, x.options().dtype(at::kBool));
-    return made;
+Decisions addresses_of_decisions(const Addresses& address, const Tensor& made, const Options& options,
+                                 int64_t channels, bool filters) {
+    float *first = address(made, "decisions"), *batch = first + HEAD, *value = batch + (1 + options.center) * channels;
+    float* saved = options.forward == Forward::RUNNING ? value + (1 + options.center) * channels : nullptr;
+    return {
+        .batch = batch, .value = value, .count = first + 2, .step = reinterpret_cast<int64_t*>(first),
+        .saved_grad = saved, .saved_gamma = saved ? saved + channels : nullptr,
+        .outlier = filters ? reinterpret_cast<bool*>(first + 3) : nullptr,
+    };
 }
 
 // Record for autograd that kernels wrote to these buffers.
@@ -172,12 +169,16 @@ void mark_written(const variable_list& state, std::initializer_list<Buffer> buff
 struct Given : torch::CustomClassHolder {
     Options options;
     bool has_bias;
-    Tensor mask;
-    variable_list state, decisions;
+    Tensor mask, decisions;
+    variable_list state;
     std::vector<int64_t> plan;  // of launches on a GPU; empty for the kernels in C++
 
-    Given(const Options& options, bool has_bias, const Tensor& mask, variable_list&& buffers, at::IntArrayRef plan)
-        : options(options), has_bias(has_bias), mask(mask), state(std::move(buffers)), plan(plan.vec()) {}
+    Given(const Options& options, bool has_bias, const Tensor& mask, const Tensor& decisions,
+          const c10::List<Optional>& buffers, at::IntArrayRef plan)
+        : options(options), has_bias(has_bias), mask(mask), decisions(decisions), plan(plan.vec()) {
+        state.reserve(buffers.size());
+        for (const Optional& each : buffers) state.push_back(each.value_or(Tensor()));
+    }
 
     bool in_cpp() const { return plan.empty(); }
     Addresses addresses(const Tensor& x) const { return {x.device(), in_cpp()}; }
@@ -206,7 +207,9 @@ TrainingStep common_arguments(const Tensor& x, const Tensor& mask, const Tensor&
     return {
         .x = x.data_ptr(), .mask = address.operator()<bool>(mask, "mask"), .weight = address.parameter(weight, "weight"),
         .n = x.numel() / x.size(-1), .channels = x.size(-1), .options = given.options,
-        .state = addresses_of_state(address, given.state), .decisions = addresses_of_decisions(address, given.decisions),
+        .state = addresses_of_state(address, given.state),
+        .decisions = addresses_of_decisions(address, given.decisions, given.options, x.size(-1),
+                                            given.state[FILTERED].defined()),
     };
 }
 
@@ -216,8 +219,8 @@ struct Step : torch::autograd::Function<Step> {
         const Tensor x = given->plain(input), y = at::empty(x.sizes(), x.options());
         const Tensor weight = given->parameter(given_weight.value_or(Tensor()), "weight", x);
         const Tensor bias = given->parameter(given_bias.value_or(Tensor()), "bias", x);
-        const bool decided = !given->decisions.empty();
-        if (!decided) given->decisions = new_decisions(x, given->options, given->state[FILTERED].defined());
+        const bool decided = given->decisions.defined();
+        if (!decided) given->decisions = new_decisions(x, given->options);
         TrainingStep step = common_arguments(x, given->mask, weight, *given);
         if (given->in_cpp() && step.state.end && *step.state.end)
             step.options.warmup = given->options.warmup = *step.state.end;
@@ -264,25 +267,15 @@ struct Step : torch::autograd::Function<Step> {
     }
 };
 
-variable_list defined(const c10::List<Optional>& tensors) {
-    variable_list found;
-    for (const Optional& each : tensors) found.push_back(each.value_or(Tensor()));
-    return found;
-}
-
-std::tuple<Tensor, variable_list> step(const Tensor& x, const Optional& weight, const Optional& bias,
-                                             const Optional& mask, const c10::List<Optional>& decisions,
-                                             const c10::List<Optional>& state, at::IntArrayRef numbers,
-                                             at::ArrayRef<double> factors, bool known, int64_t groups,
-                                             at::IntArrayRef plan) {
-    const Tensor rows = mask ? mask->contiguous() : Tensor();
-    const auto given = c10::make_intrusive<Given>(options_of(numbers, factors, known, groups), bias.has_value(), rows,
-                                                  defined(state), plan);
-    given->decisions = defined(decisions);
+// y and the decisions, which are made unless they are given.
+std::tuple<Tensor, Tensor> step(const Tensor& x, const Optional& weight, const Optional& bias, const Optional& mask,
+                                const Optional& decisions, const c10::List<Optional>& state, const Tensor& numbers,
+                                bool known, int64_t groups, at::IntArrayRef plan) {
+    const auto given = c10::make_intrusive<Given>(options_of(numbers, known, groups), bias.has_value(),
+                                                  mask ? mask->contiguous() : Tensor(), decisions.value_or(Tensor()),
+                                                  state, plan);
     const Tensor y = Step::apply(x, weight, bias, given);
-    variable_list made = given->decisions;
-    std::erase_if(made, [](const Tensor& each) { return !each.defined(); });
-    return {y, made};
+    return {y, given->decisions};
 }
 
 }  // namespace
@@ -294,8 +287,8 @@ TORCH_LIBRARY_FRAGMENT(normkit, library) {
         "row_norm_grad(Tensor dy, Tensor x, Tensor? weight, float eps, bool length, bool center, bool sums)"
         " -> (Tensor, Tensor)");
     library.def(
-        "step(Tensor x, Tensor? weight, Tensor? bias, Tensor? mask, Tensor?[] decisions, Tensor?[] state, "
-        "int[] numbers, float[] factors, bool known, int groups, int[] plan) -> (Tensor, Tensor[])");
+        "step(Tensor x, Tensor? weight, Tensor? bias, Tensor? mask, Tensor? decisions, Tensor?[] state, Tensor numbers, "
+        "bool known, int groups, int[] plan) -> (Tensor, Tensor)");
     library.impl("step", c10::DispatchKey::CompositeImplicitAutograd, TORCH_FN(step));
 }
 
