@@ -1,11 +1,13 @@
 """Kernels against the reference: those for CPUs, and Triton's in a process of `test_triton.py`."""
 
 import os
+import weakref
 
 import pytest
 import torch
 from norm_cases import PER_TOKEN, WITH_KERNEL_RULE, WITHOUT_KERNEL_RULE, equal_steps, two_forwards_a_step
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import normkit
 from normkit.kernels import build, dispatch, native, ops, reference
@@ -172,6 +174,40 @@ def test_six_steps_equal_the_reference(spec, masked):
 def test_several_forwards_in_one_graph_keep_separate_statistics(spec, recomputed):
     found, plain = (two_forwards_a_step(spec, *how, draw) for how in ((BY, recomputed), ("reference", False)))
     assert_close(found, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "spec", ["power(groups=2, warmup=1)", "un(window=2, warmup=1, outlier_filtration=True)", "batch"]
+)
+@pytest.mark.parametrize("first", [BY, "reference"])
+def test_a_forward_is_recomputed_by_another_implementation(spec, first):
+    plain, rerun = (normkit.make(spec, 40).to(DEVICE) for _ in range(2))
+    other = "reference" if first == BY else BY
+    for turn in range(4):
+        torch.manual_seed(turn)
+        x, mask = draw(6, 5, 40), torch.rand(5, 6, device=DEVICE).T > 0.2  # a mask in another order of memory
+        leaves = [x.clone().requires_grad_() for _ in range(2)]
+        plain(leaves[0], mask).square().sum().backward()
+        with normkit.kernels(first):
+            y = checkpoint(rerun, leaves[1], mask, use_reentrant=True)
+        with normkit.kernels(other):
+            y.square().sum().backward()
+        assert_close(leaves[1].grad, leaves[0].grad, rtol=1e-4, atol=1e-4)
+    assert_close(dict(rerun.named_buffers()), dict(plain.named_buffers()), rtol=1e-4, atol=1e-4)
+
+
+def test_decisions_end_with_their_graph():
+    norm, masks = normkit.make("un(window=2)", 40).to(DEVICE), []
+    with normkit.kernels(BY):
+        for turn in range(3):
+            torch.manual_seed(turn)
+            mask = torch.rand(6, 5, device=DEVICE) > 0.2
+            y = norm(draw(6, 5, 40).requires_grad_(), mask)
+            masks.append(weakref.ref(mask))
+            del mask
+            assert masks[-1]() is not None, "a recomputed forward needs it"
+    del y
+    assert [each() is None for each in masks] == [True, True, False]
 
 
 @pytest.mark.parametrize("spec", ["un", "un(outlier_filtration=True)", "power(groups=0)"])
