@@ -68,6 +68,6 @@ model.eval()
 with torch.no_grad():
     scores = [float(loss_of(model, draw(16))) for _ in range(20)]
 print(f"{args.norm}, initial standard deviation {args.std}: {sum(scores) / len(scores):.2f} nats a byte")
-print(*nk.diagnose(rows), sep="\n")
+print(nk.diagnose(rows))
 folded, report = nk.fold(model, draw(2)[:, :-1])
 print(report.summary)

@@ -18,7 +18,12 @@ JOINERS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"  # several scripts ca
 def require(ok: bool, name: str, value: object, allowed: str) -> None:
     """Raise a ValueError with the given and the allowed value unless `ok`."""
     if not ok:
-        raise ValueError(f"{name} must be {allowed}; got {value!r}")
+        raise ValueError(f"{name} must be {allowed}; got {_short(value)}")
+
+
+def _short(value: object) -> str:
+    shape = getattr(value, "shape", None)  # of a tensor or an array
+    return repr(value) if shape is None else f"{type(value).__name__} {getattr(value, 'dtype', '')} {tuple(shape)}"
 
 
 def require_functions(**given: object) -> None:
@@ -53,7 +58,7 @@ def plain(value: Any) -> Any:
 def as_path(path: str | os.PathLike[str], name: str) -> Path:
     """Return the path of an argument called `name`; a TypeError for anything else."""
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"{name} must be a path, a string or pathlib.Path; got {path!r}")
+        raise TypeError(f"{name} must be a path, a string or pathlib.Path; got {_short(path)}")
     return Path(path)
 
 

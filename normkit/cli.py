@@ -234,18 +234,9 @@ def diagnose(given: argparse.Namespace) -> int:
     """
     from normkit import watch
 
-    rows = watch.read(given.rows)
-    found = watch.diagnose(rows)
-    faults = [finding for finding in found if finding.kind != watch.NOT_CHECKED]
-    unchecked = [finding.message for finding in found if finding.kind == watch.NOT_CHECKED]
-    made = watch.checked(rows)
-    for finding in faults:
-        _write(f"- {finding}")
-    if not faults:
-        _write(f"nothing wrong was found in {len(made)} checks: {', '.join(made)}" if made else "nothing was checked")
-    if unchecked:
-        _write("\n".join(["", f"{watch.NOT_CHECKED}:", *(f"- {message}" for message in unchecked)]))
-    return FOUND if faults else 0 if made else BAD_INPUT
+    found = watch.diagnose(given.rows)
+    _write(str(found))
+    return FOUND if found.faults else 0 if found.checked else BAD_INPUT
 
 
 def bench(given: argparse.Namespace) -> int:

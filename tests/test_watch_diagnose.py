@@ -8,7 +8,7 @@ from torch import nn
 
 import normkit
 from normkit import watch
-from normkit.watch import NOT_CHECKED, THRESHOLDS, Recording, Row, checked, diagnose
+from normkit.watch import NOT_CHECKED, THRESHOLDS, Recording, Row, diagnose
 from normkit.watch.checks import CHECKS, target_share
 
 
@@ -46,7 +46,7 @@ def unchecked(rows):
     return " ".join(finding.message for finding in diagnose(rows) if finding.kind == NOT_CHECKED)
 
 
-EXPLODED = {"collapsed tokens", "large values", "loss"}
+EXPLODED = {"collapsed tokens", "loss"}
 CONSEQUENCES = {  # what else is found in runs of known fate: together they hold the thresholds from both sides
     "collapse, seed 0": {"loss"}, "collapse, seed 1": {"loss"}, "collapse 0.03": {"exploding", "loss"},
     "explosion 0.1": {"collapsed tokens", "loss"}, "explosion 0.3": EXPLODED, "explosion 1": EXPLODED,
@@ -231,7 +231,7 @@ def healthy(steps=200):
 def test_complete_and_healthy_rows_have_no_findings():
     assert diagnose(healthy()) == []
     assert diagnose(row._replace(value=0.0) if row.quantity == "Gamma_bound" else row for row in healthy()) == []
-    assert checked(healthy()) == list(dict.fromkeys(check.kind for check in CHECKS))
+    assert diagnose(healthy()).checked == list(dict.fromkeys(check.kind for check in CHECKS))
 
 
 def test_too_little_to_judge_by():
@@ -243,7 +243,19 @@ def test_too_little_to_judge_by():
     assert kinds(young) == []
     assert kinds([*young, Row(20, "a", "BatchNorm1d", "gap_batch", 2.0)]) == ["evaluation"]
     rows = [Row(step, "", "", "gradient_norm", 1.0) for step in range(9)]
-    assert checked(rows) == ["gradient spikes"]
+    assert diagnose(rows).checked == ["gradient spikes"]
+
+
+def test_losses_that_came_back_from_a_peak_or_have_one_class():
+    def rows(losses, constant):
+        for step, loss in enumerate(losses):
+            yield from (Row(8 * step + 1, "", "", name, v) for name, v in (("loss", loss), ("constant_loss", constant)))
+
+    risen = [5.7, 19.0, 17.0, 15.0, 13.0, 11.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.5, 4.0, 3.6, 3.2]
+    assert kinds(rows(risen, 3.06)) == ["loss"]
+    assert kinds(rows(risen, 4.2)) == [], "it has learned something meanwhile"
+    assert kinds(rows([min(loss, 6.0) for loss in risen], 3.06)) == []
+    assert kinds(rows([0.1 / (1 + step) for step in range(15)], 0.0)) == ["loss"]
 
 
 def test_rows_and_files_of_rows_are_diagnosed_and_nothing_else(tmp_path):

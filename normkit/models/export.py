@@ -149,6 +149,8 @@ def export(
         raise ValueError("export() cannot verify anything: no number of the model output is finite on the example")
     wrapped = TensorModel(copy_model(model), given.copied(), outputs).eval()
     shapes = open_axes(wrapped.given) if dynamic else None
+    if dynamic and shapes is None:
+        warnings.warn("the example has one sample, so no axis stays open; give two, or dynamic=False", stacklevel=2)
     batches = calibration(int8, given, shapes is not None) if static else []  # pyright: ignore[reportArgumentType]
     with quiet(), tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
         new = Path(scratch) / "new" / path.name  # and what belongs to it; nothing is replaced before it is verified

@@ -92,8 +92,8 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
     """
     folder = as_path(folder, "folder")
     if not any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
-        given = f"{type(model).__name__}, of which you can save model.state_dict() and the specs"
-        raise TypeError(f"save_pretrained() takes a model of transformers; got {given}")
+        kind = type(model).__name__
+        raise TypeError(f"save_pretrained() takes a model of transformers; got {kind}. Save its state_dict() instead")
     if folder.exists() and not folder.is_dir():  # transformers would log a message, and save nothing
         raise ValueError(f"{folder} is a file; name a folder")
     changes = write_changes(model)
@@ -204,6 +204,8 @@ def transformers_class(path: Path, config: Mapping[str, Any]) -> tuple[Any, Any]
 
 def read_config(path: Path) -> dict[str, Any]:
     """Read the configuration of a folder; a ValueError if the folder cannot be loaded by it."""
+    if path.is_file():
+        raise ValueError(f"{path} is a file; give the folder of a Hugging Face model. Others fold in Python: nk.fold")
     if not path.is_dir():
         get = f"; get a model of the Hub as a folder: hf download {path} --local-dir {path.name}"
         raise ValueError(f"{path} is no folder{get if HUB_NAME.fullmatch(path.as_posix()) else ''}")

@@ -153,10 +153,10 @@ class Route:
 @torch.compiler.assume_constant_result  # so that compiling a forward warns, too
 def _warn(norms: str, argument: str, length: int, shape: tuple[int, ...]) -> None:
     warnings.warn(
-        f"norms that train without a mask: {norms}. {argument} has length {length}, the input of the first one "
-        f"{shape[:2][-1]} (shape {[*shape, 'channels']}). Padding in such an input enters "
-        "the statistics. Give the model a mask of the input's length, or use a per-token norm there; where the input "
-        "holds no padding, leave these norms out of the patterns of mask_from",
+        f"norms that train without a mask: {norms}. {argument} has length {length} and does not fit the input of the "
+        f"first one, of shape {[*shape, 'channels']}. Padding in such an input enters "
+        "the statistics. Give the model a mask of the input's batch and length, or use a per-token norm there; where "
+        "the input holds no padding, leave these norms out of the patterns of mask_from",
         stacklevel=2,
     )
 

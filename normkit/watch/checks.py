@@ -24,6 +24,7 @@ class Threshold(NamedTuple):
 
 THRESHOLDS: dict[str, Threshold] = {
     "fall": Threshold(0.02, "share of the loss by which it has to fall: from the first steps, or while it is high"),
+    "rise": Threshold(1.5, "largest loss over the first, above which a loss near a constant prediction's has diverged"),
     "constant": Threshold(0.95, "loss over that of the best constant prediction, above which nothing was learned"),
     "similarity": Threshold(0.985, "mean cosine between tokens of a sequence, above which they have collapsed"),
     "growth": Threshold(30.0, "rms of a norm's input over the first norm's or over its start, both at least 1"),
@@ -47,10 +48,10 @@ THRESHOLDS: dict[str, Threshold] = {
 LIMITS = {name: threshold.value for name, threshold in THRESHOLDS.items()}
 RECORD = 'record them: nk.record(model, quantities="default"), or papers train --quantities default'
 OFTEN = "record more often (every=, --record-every), or train longer"
-LOSS = "record it: nk.record(model, loss=criterion) or loss=lambda: loss"
+LOSS = "record it: nk.record(model, loss=criterion), the module that the loop calls, or loss=lambda: loss"
 MASK = (
     "record padding: give the model a norm with a mask, an embedding with padding_idx, or an argument named"
-    " attention_mask or ..._padding_mask; a model without padding does not need this check"
+    " attention_mask or ..._padding_mask, and pass it; a model without padding does not need this check"
 )
 
 
@@ -133,7 +134,8 @@ def by_site(
 def stalled(recording: Recording) -> dict[str, float]:
     """The losses that show that nothing was learned; empty if the loss falls.
 
-    Two things show it: the loss is that of the first step, or it has stopped to fall where a constant prediction is.
+    Three things show it: the loss is that of the first step; it has stopped to fall where a constant prediction is; or
+    it has risen, and only came back to there.
     """
     series = recording.of("loss").get("")
     losses = [loss for _, loss in series.points()] if series else []
@@ -147,16 +149,25 @@ def stalled(recording: Recording) -> dict[str, float]:
         return {"loss": end, "first": first}
     if end > LIMITS["constant"] * constant and end > before - LIMITS["fall"] * abs(before):
         return {"loss": end, "constant": constant}
+    if end > LIMITS["constant"] * constant and max(losses) > LIMITS["rise"] * abs(first):
+        return {"loss": end, "constant": constant, "peak": max(losses)}
     return {}
 
 
 def loss(check: Check, recording: Recording) -> list[Finding]:
     """Find a loss that does not fall, and inputs that grow over the layers or the steps meanwhile."""
+    constant = recording.of("constant_loss").get("")
+    if constant and constant.top() < 1e-6:
+        return [Finding(check.kind, ("",), "all targets are one class: nothing can be learned", {}, "look at the data")]
     numbers = stalled(recording)
     if not numbers:
         return []
     like = "{constant:.4g} is what a constant prediction has" if "constant" in numbers else "it began at {first:.4g}"
-    advice = "try a tenth and ten times the learning rate; see that inputs and targets belong together"
+    like += ", and it rose to {peak:.4g}" if "peak" in numbers else ""
+    advice = (
+        "try a tenth and ten times the learning rate; see that inputs and targets belong together, and that the"
+        " optimizer has the parameters of the converted model"
+    )
     message = "the loss does not fall: {loss:.4g} at the end, " + like
     found = [Finding(check.kind, ("",), message.format(**numbers), numbers, advice)]
     levels = {site: each.middle() for site, each in recording.of("rms").items() if each.late()}
@@ -231,6 +242,14 @@ def outlier_tokens(check: Check, recording: Recording) -> list[Finding]:
     return check.findings(recording, hit, message, "leave these norms as they are: convert(..., where=)")
 
 
+def large_values(check: Check, recording: Recording) -> list[Finding]:
+    """Find values near the end of float16, where the model computes in it."""
+    half = recording.of("overflow")
+    hit = {site: top for site, each in check.series(recording).items() if site in half and (top := each.top())}
+    hit = {site: top for site, top in hit.items() if top > LIMITS["largest"]}
+    return check.findings(recording, hit, "values up to {0:.3g}", "float16 ends at 65504, use bfloat16 or float32")
+
+
 def spike(series: Series) -> float:
     """The largest late value over their median."""
     late = series.late()
@@ -256,7 +275,7 @@ def evaluation(check: Check, recording: Recording) -> list[Finding]:
     holds = check.needs == "gap_batch" and all(
         recording.middle("gap_quadratic", site) <= LIMITS["gap_holds"] for site in hit
     )
-    other = "PN-V or UN, which will hold" if holds else "a per-token norm"
+    other = "pnv or un, which will hold" if holds else "a per-token norm"
     advice = f"calibrate the model; if that does not help, the batches differ from each other: mix them, or use {other}"
     message = "running statistics do not represent the batches: at evaluation the output is off by {percent:.0f} %"
     return check.findings(recording, hit, message, advice)
@@ -353,9 +372,7 @@ CHECKS = (
     Check("nan", bad_batches, "nonfinite", _any),
     Check("loss", loss, "loss", None, 4, 100, LOSS),
     Check("collapsed tokens", collapse, "similarity", _any, 2, LIMITS["steps"], how=""),
-    Check("large values", by_site(
-        LIMITS["largest"], "values up to {0:.3g}", "float16 ends at 65504, use bfloat16 or float32",
-        number=Series.top), "largest", _any),
+    Check("large values", large_values, "largest overflow", _any, how=""),
     Check("dead channels", by_site(
         0, "channels that were zero in every step: {0:.0f}", "look for masks, or activations that died",
         number=Series.last), "zero_channels", _any, 2),
@@ -365,8 +382,9 @@ CHECKS = (
         LIMITS["spike"], "the gradient spikes to {0:.3g}x its median", "clip it, warm up longer, or use pre-norm",
         number=spike), "gradient_norm", None, 4),
     Check("warm-up", by_site(
-        0, "so far trained with each batch's own statistics, and for at least {0:.0f} more steps; evaluation uses the"
-        " running ones", "train longer than that, or give a shorter warmup=", number=Series.last),
+        0, "the warm-up has not ended, and lasts at least {0:.0f} more steps: training used each batch's own"
+        " statistics, evaluation uses the running ones", "train longer than that, or give a shorter warmup=",
+        number=Series.last),
         "warmup_left", lambda norm: norm.warms_up),
     Check("padding", by_site(
         LIMITS["padding"], "{percent:.0f} % of the rows that the statistics are taken over are padding",
@@ -380,7 +398,7 @@ CHECKS = (
     Check("large tokens", by_site(
         LIMITS["token_share"], "a few tokens are far larger than the others: statistics are those of {percent:.0f} %"
         " of the tokens, and the norm makes the others small",
-        "add nk.scale_loss to the loss (papers train --scale-loss 0.1), or use a per-token norm there", below=True),
+        "start a tied embedding with std=0.02, add nk.scale_loss, or use a per-token norm there", below=True),
         "token_share", _of_batches),
     Check("outlier tokens", outlier_tokens, "typical_token", lambda norm: not norm.batch),
     Check("evaluation", evaluation, "gap_batch",
@@ -390,7 +408,7 @@ CHECKS = (
           lambda norm: norm.relies_on_batch, 6, LIMITS["steps"]),
     Check("nu", nu, "nu Gamma Gamma_bound", lambda norm: norm.kind is PowerNorm, 2),
     Check("filtered", by_site(
-        LIMITS["filtered_rate"], "UN filters {percent:.0f} % of steps: it is PN-V now",
+        LIMITS["filtered_rate"], "UN filters {percent:.0f} % of steps: it is pnv now",
         'threshold="scalar", a longer window, or outlier_filtration=False', number=Series.last),
         "filtered_rate", lambda norm: norm.options.get("outlier_filtration") is True),
 )  # fmt: skip

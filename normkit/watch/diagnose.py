@@ -8,7 +8,31 @@ from normkit.watch.rows import Recording, Row, read
 from normkit.watch.sites import traits
 
 
-def diagnose(rows: Iterable[Row] | Recording | str | Path) -> list[Finding]:
+class Findings(list[Finding]):
+    """Faults, then the checks that could not be made; prints as lines.
+
+    Attributes:
+        checked: Kinds of faults for which the rows suffice, at one norm of the model at least.
+    """
+
+    def __init__(self, found: Iterable[Finding], checked: list[str]):
+        super().__init__(found)
+        self.checked = checked
+
+    @property
+    def faults(self) -> list[Finding]:
+        """The findings without the checks that could not be made."""
+        return [finding for finding in self if finding.kind != NOT_CHECKED]
+
+    def __str__(self) -> str:
+        lines = [f"- {fault}" for fault in self.faults]
+        made = f"nothing wrong was found in {len(self.checked)} checks: {', '.join(self.checked)}"
+        unchecked = [f"- {finding.message}" for finding in self if finding.kind == NOT_CHECKED]
+        lines = lines or [made if self.checked else "nothing was checked"]
+        return "\n".join([*lines, *(["", f"{NOT_CHECKED}:", *unchecked] if unchecked else [])])
+
+
+def diagnose(rows: Iterable[Row] | Recording | str | Path) -> Findings:
     r"""Find faults of a training run in its recorded rows.
 
     Checks for which the rows do not suffice are findings of kind "not checked" that name them. "No finding" is no
@@ -18,7 +42,7 @@ def diagnose(rows: Iterable[Row] | Recording | str | Path) -> list[Finding]:
         rows: Rows as `normkit.record` gives them, or the path of the .csv file that it wrote.
 
     Returns:
-        The findings; `print(*findings, sep="\n")` shows them.
+        The findings, a list that prints as lines.
 
     Raises:
         TypeError: for anything but rows.
@@ -37,24 +61,15 @@ def diagnose(rows: Iterable[Row] | Recording | str | Path) -> list[Finding]:
         for site, names in _missing(check, recording).items():
             if check.how:
                 lacking.setdefault(check.how if names else OFTEN, []).append((check, site, names))
-    return found + [_not_checked(how, entries, recording) for how, entries in lacking.items()]
-
-
-def checked(rows: Iterable[Row] | Recording) -> list[str]:
-    """The kinds of faults for which the rows suffice, at one norm of the model at least.
-
-    >>> checked([Row(1, "norm", "layer", "nonfinite", 0.0)])
-    ['nan']
-    """
-    recording = _recording(rows)
+    found += [_not_checked(how, entries, recording) for how, entries in lacking.items()]
     made = (check.kind for check in CHECKS if len(_missing(check, recording)) < len(_judged(check, recording)))
-    return list(dict.fromkeys(made))
+    return Findings(found, list(dict.fromkeys(made)))
 
 
 def _recording(rows: Iterable[Row] | Recording) -> Recording:
     found = rows if isinstance(rows, Recording) else Recording(rows)
     if not found.quantities:
-        raise ValueError("there are no rows to judge; record some with normkit.record")
+        raise ValueError("there are no rows to judge; normkit.record records training forwards, after model.train()")
     return found
 
 
@@ -85,6 +100,8 @@ def _not_checked(how: str, entries: Sequence[tuple[Check, str, tuple[str, ...]]]
     sites = dict.fromkeys(site for _, site, _ in entries)
     names = dict.fromkeys(name for *_, names in entries for name in names)
     steps, samples = (max(getattr(check, name) for check, *_ in entries) for name in ("steps", "samples"))
-    why = f"no {', '.join(names)}" if names else f"takes {steps:g} steps with {samples} samples"
+    needed = f"{steps:g} steps and {samples} samples" if steps else f"{samples} samples"
+    end = recording.last_step()
+    why = f"{', '.join(names)} not recorded" if names else f"needs {needed}, and the rows end at step {end}"
     where = f" at {format_sites(sites, recording)}" if any(sites) else ""
     return Finding(NOT_CHECKED, tuple(sites), f"{', '.join(kinds)}: {why}{where}; {how}", {})

@@ -176,7 +176,8 @@ def checked_rows(rows: Iterable[Row]) -> Iterator[Row]:
     """Yield rows; a TypeError for anything else."""
     for row in rows if isinstance(rows, Iterable) else [rows]:
         if not isinstance(row, Row):
-            raise TypeError(f"a recording consists of rows, as normkit.record gives them; got {type(row).__name__}")
+            given = type(row).__name__
+            raise TypeError(f"a recording consists of rows, as of `with normkit.record(model) as rows`; got {given}")
         yield row
 
 

@@ -255,6 +255,10 @@ def report(
         return 0
     if not paths:
         raise ValueError("no path is given; try `papers report runs/demo`")
+    allowed = "a name that ends in .html; the page has buttons that save a chart as picture"
+    require(out is None or out.suffix == ".html", "--out", str(out), allowed)
+    if figure is not None:
+        pick(figures.FIGURES, figure, "figure")
     if compare:
         _write(summary.text(results.find(paths)))
         return 0

@@ -56,7 +56,7 @@ def find(paths: Iterable[str | Path]) -> dict[Path, dict[str, Any]]:
         if not path.exists():
             raise ValueError(f"there is no file or folder {path}")
         if not path.is_dir() and path.suffix != ".json":
-            raise ValueError(f"{path} is no run; give the folder of a run, or to `papers report` also rows (.csv)")
+            raise ValueError(f"{path} is no run; give the folder of one, or rows (.csv) without --figure and --compare")
         files += sorted(path.rglob(FILE)) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"no {FILE} in {', '.join(map(str, paths))}; `papers train` and `papers demo` write them")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from normkit._util import write_whole
-from normkit.watch import NOT_CHECKED, QUANTITIES, Recording, checked, diagnose
+from normkit.watch import NOT_CHECKED, QUANTITIES, Recording, diagnose
 from normkit.watch import read as read_rows
 from normkit_papers import figures, results
 from normkit_papers.report import charts, summary
@@ -134,8 +134,8 @@ def add_recordings(page: Page, runs: Sequence[Recorded]) -> None:
     for run in runs:
         found = diagnose(run.recording)
         unchecked |= dict.fromkeys(one.message for one in found if one.kind == NOT_CHECKED)
-        faults = [f"{run.label}: {one}" for one in found if one.kind != NOT_CHECKED]
-        page.lines(faults or [f"{run.label}: no fault in {len(checked(run.recording))} checks"])
+        faults = [f"{run.label}: {fault}" for fault in found.faults]
+        page.lines(faults or [f"{run.label}: no fault in {len(found.checked)} checks"])
     if unchecked:
         page.lines(f"not checked: {message}" for message in unchecked)
 
