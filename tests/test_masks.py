@@ -373,11 +373,20 @@ def test_a_norm_that_no_mask_fits_is_named_with_both_lengths(compiles):
     with pytest.warns(UserWarning, match=r"\bnorm\. real .*\b7\b.*\b9\b") as seen:
         run(x, real=mask)
     assert "pooled" not in str(seen[0].message)
-    with warnings.catch_warnings():  # once, and not without a mask, nor at evaluation
+    with warnings.catch_warnings():  # once, and not in a later step without a mask, nor at evaluation
         warnings.simplefilter("error")
         model(x, real=mask)
         model(x)
         model.eval()(x, real=mask)
+
+
+def test_training_that_begins_without_a_mask_warns_once():
+    model = convert(built(lambda m, x, real=None: m.norm(x), norm=nn.LayerNorm(4)), "un", mask_from="real")
+    x = torch.randn(2, 7, 4)
+    model.eval()(x)
+    with pytest.warns(UserWarning, match="real"):
+        model.train()(x)
+    model(x)
 
 
 def test_diagnose_names_the_mask_that_does_not_fit():

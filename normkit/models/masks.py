@@ -126,6 +126,7 @@ class Route:
     def __init__(self, names: list[str], rules: dict[str, str]):
         self.names, self.rules = names, rules  # all arguments of the forward; patterns of norms' names -> argument
         self.warned: set[str] = set()  # names of norms
+        self.began = False  # a training step has ended
 
     def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Keep the arguments of this call."""
@@ -134,8 +135,16 @@ class Route:
         _running.calls.append(MaskedCall(self, model, {name: given.get(name) for name in self.rules.values()}))
 
     def end(self, model: nn.Module, args: tuple, output: object) -> None:
-        """End the call; warn of norms that its masks did not fit."""
+        """End the call; warn of norms that its masks did not fit, and once if training begins without any mask."""
         for call in self._close():
+            if not (self.began or torch.compiler.is_compiling()) and model.training and output is not None:
+                self.began = True
+                if all(value is None for value in call.given.values()):
+                    warnings.warn(
+                        f"the norms take their mask from {', '.join(call.given)}, and this training step has none: all "
+                        "tokens count as real. Pass the mask, or convert without mask_from",
+                        stacklevel=2,
+                    )
             if call.unfit and output is not None:
                 names = [name for name, module in model.named_modules() if module in call.unfit]
                 if new := [name for name in names if name not in self.warned]:
