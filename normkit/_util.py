@@ -5,6 +5,8 @@ import difflib
 import numbers
 import os
 import stat
+import sys
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -13,6 +15,14 @@ Row = TypeVar("Row")
 
 MANY = 20  # names; of more, an error that proposes one lists only some
 JOINERS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"  # several scripts cannot be written without them
+
+
+def warn(message: str) -> None:
+    """Warn at the line of the user's code, past the frames of normkit and PyTorch."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("normkit", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def require(ok: bool, name: str, value: object, allowed: str) -> None:

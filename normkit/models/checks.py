@@ -1,7 +1,6 @@
 """Check that a model can be transformed, and copy it."""
 
 import copy
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,7 +9,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_leaves
 
-from normkit._util import listed, require_flags
+from normkit._util import listed, require_flags, warn
 from normkit.models.hooks import share_groups
 from normkit.models.lazy import is_large, widened
 from normkit.norms import StatNorm
@@ -122,7 +121,7 @@ def warn_untrained(model: nn.Module, verb: str) -> None:
         if names:
             remedy = "train longer, or call calibrate(model, batches), with like= for the model that it came from"
             message = f"{verb}() takes running statistics of norms that {state} ({listed(names, 3)}): {remedy}"
-            warnings.warn(message, stacklevel=3)
+            warn(message)
 
 
 def copy_unless(inplace: bool, model: nn.Module) -> nn.Module:

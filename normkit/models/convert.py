@@ -1,7 +1,6 @@
 """Find the norms of any model, and replace them."""
 
 import fnmatch
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from normkit._util import listed
+from normkit._util import listed, warn
 from normkit.models.checks import check_is_model, check_not_quantized, check_not_wrapped, copy_unless
 from normkit.models.fastpath import leave_fast_path
 from normkit.models.hooks import channels_first, take_hooks
@@ -183,7 +182,7 @@ def chosen_sites(model: nn.Module, to: Specs, where: Where | None, verb: str) ->
         raise ValueError(_nothing_found(model, readable, verb))
     if meant:
         left = listed((f"{name} ({readings[name]})" for name in meant), most=4)
-        warnings.warn(f"{verb}() leaves norms as they are that it cannot read: {left}", stacklevel=3)
+        warn(f"{verb}() leaves norms as they are that it cannot read: {left}")
     return chosen
 
 

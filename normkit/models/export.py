@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from normkit._util import as_path, is_number, require, require_flags, require_functions
+from normkit._util import as_path, is_number, require, require_flags, require_functions, warn
 from normkit.models.attention import with_fused_attention
 from normkit.models.checks import (
     check_not_meta,
@@ -150,7 +150,7 @@ def export(
     wrapped = TensorModel(copy_model(model), given.copied(), outputs).eval()
     shapes = open_axes(wrapped.given) if dynamic else None
     if dynamic and shapes is None:
-        warnings.warn("the example has one sample, so no axis stays open; give two, or dynamic=False", stacklevel=2)
+        warn("the example has one sample, so no axis stays open; give two, or dynamic=False")
     batches = calibration(int8, given, shapes is not None) if static else []  # pyright: ignore[reportArgumentType]
     with quiet(), tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
         new = Path(scratch) / "new" / path.name  # and what belongs to it; nothing is replaced before it is verified

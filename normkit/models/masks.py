@@ -3,14 +3,13 @@
 import fnmatch
 import inspect
 import threading
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from normkit._util import listed
+from normkit._util import listed, warn
 from normkit.kernels.records import is_recomputed
 from normkit.norms import Norm
 
@@ -140,10 +139,9 @@ class Route:
             if not (self.began or torch.compiler.is_compiling()) and model.training and output is not None:
                 self.began = True
                 if all(value is None for value in call.given.values()):
-                    warnings.warn(
+                    warn(
                         f"the norms take their mask from {', '.join(call.given)}, and this training step has none: all "
-                        "tokens count as real. Pass the mask, or convert without mask_from",
-                        stacklevel=2,
+                        "tokens count as real. Pass the mask, or convert without mask_from"
                     )
             if call.unfit and output is not None:
                 names = [name for name, module in model.named_modules() if module in call.unfit]
@@ -161,12 +159,11 @@ class Route:
 
 @torch.compiler.assume_constant_result  # so that compiling a forward warns, too
 def _warn(norms: str, argument: str, length: int, shape: tuple[int, ...]) -> None:
-    warnings.warn(
+    warn(
         f"norms that train without a mask: {norms}. {argument} has length {length} and does not fit the input of the "
         f"first one, of shape {[*shape, 'channels']}. Padding in such an input enters "
         "the statistics. Give the model a mask of the input's batch and length, or use a per-token norm there; where "
-        "the input holds no padding, leave these norms out of the patterns of mask_from",
-        stacklevel=2,
+        "the input holds no padding, leave these norms out of the patterns of mask_from"
     )
 
 
