@@ -7,7 +7,7 @@ Exit status: 0 if all went well, 1 if `diagnose` found a fault, 2 for bad input 
 import argparse
 import contextlib
 import csv
-import importlib
+import importlib.util
 import io
 import math
 import os
@@ -33,9 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = _parser().parse_args(arguments)
         with _end_at_once():  # importing PyTorch takes seconds, and may catch a KeyboardInterrupt
             importlib.import_module("normkit")
+        for name in given.modules:
+            import_module(name)
         return given.run(given)
     except KeyboardInterrupt:
-        return _complain("interrupted", INTERRUPTED)
+        more = "; the same command with --resume continues" if arguments and "remove-norms" in arguments else ""
+        return _complain(f"interrupted{more}", INTERRUPTED)
     except BrokenPipeError:  # the reader of our output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -56,6 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if type(error).__name__ != "SafetensorError":  # weights that cannot be read or written
             raise
         return _complain(str(error))
+
+
+def import_module(name: str) -> None:
+    """Import a module, or a .py file; a ValueError if there is none."""
+    path = Path(name)
+    sys.path.insert(0, str(path.parent.absolute()))
+    module = path.stem if path.suffix == ".py" else name
+    if not module or importlib.util.find_spec(module) is None:
+        raise ValueError(f"--import {name}: found no such module or file; name a .py file or an installed module")
+    importlib.import_module(module)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -82,6 +95,10 @@ def _parser() -> argparse.ArgumentParser:
             name, help=text.splitlines()[0], description=text, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         made.set_defaults(run=run)
+        made.add_argument(
+            "--import", dest="modules", action="append", default=[], metavar="FILE",
+            help="import a module or .py file first, such as one that adds norms to normkit.NORMS",
+        )  # fmt: skip
         return made
 
     add("list", list_)

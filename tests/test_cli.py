@@ -34,6 +34,17 @@ def test_list_names_every_norm(capsys):
     assert all(f"  {name} " in out for name in nk.NORMS)
 
 
+def test_norms_of_an_imported_file_are_listed(capsys, tmp_path):
+    own = "import normkit\nclass Mine(normkit.norms.RowNorm):\n    power: float = 2.5\nnormkit.NORMS['mine'] = Mine\n"
+    (tmp_path / "norms_of_mine.py").write_text(own)
+    try:
+        assert main(["list", "--import", str(tmp_path / "norms_of_mine.py")]) == 0
+    finally:
+        nk.NORMS.pop("mine", None)
+    assert "power=2.5" in capsys.readouterr().out
+    assert main(["list", "--import", str(tmp_path / "other.py")]) == 2
+
+
 def test_bench_writes_its_rows(capsys, tmp_path):
     assert main(["bench", "un", "--shape", "8x4", "--rounds", "2", "--out", str(tmp_path / "t.csv")]) == 0
     with (tmp_path / "t.csv").open() as file:

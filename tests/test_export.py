@@ -97,6 +97,7 @@ def test_an_exported_file_takes_other_batch_sizes_and_lengths(tmp_path):
     assert done.dynamic == {"input_ids": (0, 1), "attention_mask": (0, 1)}
     session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
     assert [slot.name for slot in session.get_inputs()] == ["input_ids", "attention_mask"]
+    assert [slot.name for slot in session.get_outputs()] == [*done.outputs] == ["output"]
     more = {key: torch.cat([t, t, t[:1]]) for key, t in case.kwargs.items()}
     more = {key: torch.cat([t, t[:, :2]], 1) for key, t in more.items()}
     (out,) = session.run(None, {key: t.numpy() for key, t in more.items()})
@@ -149,6 +150,16 @@ def test_masks_leave_the_batch_open_and_no_operation(tmp_path):
         for other in (2, 5, 7):
             x, mask = torch.randn(other, 5, 8), torch.ones(other, 5, dtype=torch.bool)
             torch.testing.assert_close(program(x.clone(), mask)[0], model(x.clone(), mask)[0])
+
+
+@pytest.mark.parametrize("ending", ["onnx", "pt2"])
+def test_outputs_have_the_names_of_the_model(ending, tmp_path):
+    model = built(lambda m, x, y: {"x": m.head(x), "pair": (x + y, y)}, head=nn.Linear(3, 3)).eval()
+    done = export(model, tmp_path / f"model.{ending}", torch.randn(2, 3), torch.randn(2, 3))
+    assert done.outputs == ("x_out", "pair_0", "pair_1")
+    if ending == "onnx":
+        graph = onnx.load(str(tmp_path / "model.onnx")).graph
+        assert [each.name for each in graph.output] == [*done.outputs]
 
 
 @pytest.mark.parametrize("ending", ["onnx", "pt2"])

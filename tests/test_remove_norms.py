@@ -21,6 +21,7 @@ from normkit.norms import Norm
 from normkit.removal import remove
 from normkit.removal.folders import longest
 from normkit.removal.large_tokens import clamp_writers, large_first_token
+from normkit.removal.texts import split
 
 load_torchvision()
 WORDS = [f"w{number}" for number in range(40)]
@@ -322,6 +323,14 @@ def test_the_length_is_the_folders(tmp_path):
     assert longest(*given) == 48
     given[2].model_max_length = 10**30
     assert longest(*given) == 64
+
+
+@pytest.mark.parametrize("number", [1, 11, 25, 40, 199, 200, 1000])
+def test_a_tenth_of_a_text_is_held_out(number):
+    lines = [str(i) for i in range(number)]
+    mine, held_out = split(lines)
+    assert sorted(mine + held_out) == sorted(lines)
+    assert len(held_out) == -(-number // 10)
 
 
 @pytest.mark.parametrize(

@@ -378,7 +378,7 @@ def complete_folder(out: Path) -> Iterator[Path]:
 def check_disk(out: Path, needed: int) -> None:
     """Raise a ValueError unless a new folder can be written, of a size in bytes."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is not empty; name another folder")
+        raise ValueError(f"{out} is {'not empty' if out.is_dir() else 'a file'}; name another folder")
     parent = next(parent for parent in out.resolve().parents if parent.is_dir())
     if (free := shutil.disk_usage(parent).free) < needed:
         raise ValueError(f"{parent} has {free / 1e9:.2f} GB free; the folded model needs {needed / 1e9:.2f} GB")

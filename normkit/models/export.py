@@ -48,6 +48,7 @@ class Exported:
         max_error: Largest difference to the model's outputs, relative to the largest output.
         cosine: Smallest cosine to an output of the model, in integers; None in float.
         dynamic: Open axes of each input, by its name.
+        outputs: Names of the outputs, in order; those of an .onnx file.
     """
 
     path: Path
@@ -56,6 +57,7 @@ class Exported:
     max_error: float
     cosine: float | None = None
     dynamic: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ()
 
     @property
     def normalizing(self) -> dict[str, int]:
@@ -64,11 +66,12 @@ class Exported:
 
     def __str__(self) -> str:
         kept = ", ".join(f"{n} {name}" for name, n in self.normalizing.items()) or "none"
-        int8 = f"; int8, cosine {self.cosine:.4f}" if self.cosine is not None else ""
+        int8 = f"; int8, cosine {self.cosine:.4f} on the example" if self.cosine is not None else ""
         axes = "; ".join(f"{name} {', '.join(map(str, axes))}" for name, axes in self.dynamic.items()) or "none"
         return (
             f"{self.path}: {sum(self.operations.values())} operations, of which normalize: {kept}; largest error "
-            f"{self.max_error:.1e} in {self.runtime}{int8}; open axes: {axes}"
+            f"{self.max_error:.1e} in {self.runtime}{int8}; open axes: {axes}; "
+            f"outputs: {', '.join(self.outputs)}"
         )
 
 
@@ -144,10 +147,12 @@ def export(
         require(not stream, "stream", stream, "False without batches in int8")
     given = Call(example, kwexample).unpacked(model)
     with torch.no_grad():
-        expected = picked(example_call(model, given.copied(), "export", given), outputs)
+        found = picked(example_call(model, given.copied(), "export", given), outputs)
+    expected = tuple(found.values())
     if not any(t.isfinite().any() for t in expected):
         raise ValueError("export() cannot verify anything: no number of the model output is finite on the example")
     wrapped = TensorModel(copy_model(model), given.copied(), outputs).eval()
+    wrapped.results = tuple(name if name not in wrapped.names else f"{name}_out" for name in found)
     shapes = open_axes(wrapped.given) if dynamic else None
     if dynamic and shapes is None:
         warn("the example has one sample, so no axis stays open; give two, or dynamic=False")
@@ -160,7 +165,7 @@ def export(
         if any(len(each) > 1 for each in axes.values()) and not _takes_other_sizes(wrapped, in_float, axes, tolerance):
             shapes = open_axes(wrapped.given, tokens=False)
             operations, runtime, got, axes = _write(wrapped, in_float, shapes, fuse_attention)
-        worst = error(tuple(got), tuple(expected))
+        worst = error(tuple(got), expected)
         if not worst <= tolerance:
             differ = f"outputs differ by {worst:.1e} in {runtime}; tolerance={tolerance:.1e} is allowed"
             raise ValueError(f"{path} computes something else than the model: {differ}")
@@ -170,10 +175,10 @@ def export(
         for file in sorted(new.parent.iterdir(), key=lambda file: file == new):  # the weights of a graph first
             file.replace(path.with_name(file.name))
     if int8 is None:
-        return Exported(path, operations, runtime, worst, dynamic=axes)
+        return Exported(path, operations, runtime, worst, dynamic=axes, outputs=wrapped.results)
     pairs = [(a.double().flatten(), b.double().flatten()) for a, b in zip(got, expected, strict=True)]
     cosine = min(float(torch.cosine_similarity(*pair, dim=0)) for pair in pairs)
-    return Exported(path, operations, runtime, error(tuple(got), tuple(expected)), cosine, axes)
+    return Exported(path, operations, runtime, error(tuple(got), expected), cosine, axes, wrapped.results)
 
 
 class TensorModel(nn.Module):
@@ -187,24 +192,26 @@ class TensorModel(nn.Module):
         known += [f"input_{i}" for i in range(len(known), len(call.args))]  # of *args
         paths = tensors((dict(zip(known, call.args, strict=False)), call.kwargs))
         self.names = [path.split(".", 1)[1].replace(".", "_") for path in paths]
+        self.results: tuple[str, ...] = ()  # names of the outputs
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors of the output, in order."""
         left = iter(inputs)
-        return picked(tree_map_only(Tensor, lambda _: next(left), self.call).of(self.model), self.outputs)
+        found = picked(tree_map_only(Tensor, lambda _: next(left), self.call).of(self.model), self.outputs)
+        return tuple(found.values())
 
     def feed(self, given: Sequence[Tensor]) -> dict[str, Any]:
         """Return inputs as arrays, by name."""
         return {name: t.detach().numpy() for name, t in zip(self.names, given, strict=True)}
 
 
-def picked(output: Any, outputs: Pick | None) -> tuple[Tensor, ...]:
-    """Return the tensors of an output that are exported; a ValueError if there are none."""
-    found = tuple(tensors(output, outputs).values())
+def picked(output: Any, outputs: Pick | None) -> dict[str, Tensor]:
+    """Return the tensors of an output that are exported, by name; a ValueError if there are none."""
+    found = {path.replace(".", "_"): tensor for path, tensor in tensors(output, outputs).items()}
     if not found:
         where = f"the model output ({type(output).__name__})" if outputs is None else "what outputs= picks"
         raise ValueError(f"export() found no tensor in {where}; pass outputs= that picks some")
-    return found
+    return {name if name[:1].isalpha() else f"output_{name}".rstrip("_"): t for name, t in found.items()}
 
 
 def open_axes(given: tuple[Tensor, ...], tokens: bool = True) -> Any:
@@ -260,7 +267,13 @@ def _write(
         program = with_fused_attention(program) if fused else program
         with torch.no_grad():
             written = torch.onnx.export(
-                program, (), input_names=model.names, dynamic_shapes=shapes, dynamo=True, verbose=False
+                program,
+                (),
+                input_names=model.names,
+                output_names=model.results,
+                dynamic_shapes=shapes,
+                dynamo=True,
+                verbose=False,
             )
         assert written is not None
         written.save(str(path))

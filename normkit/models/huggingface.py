@@ -104,6 +104,8 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as new:  # the old files stay if the disk is full
         with quiet(import_transformers()):
             model.save_pretrained(new, variant=VARIANT if changes else None)
+        for file in Path(new).glob("*.safetensors"):  # written for the user alone
+            file.chmod(Path(new, "config.json").stat().st_mode)
         kinds = {change.get("then", change)["is"] for change in changes["norms"].values()} if changes else set()
         loads = bool(changes) and not gated and kinds <= STANDARD
         _set_auto_class(Path(new, "config.json"), loads)
@@ -187,7 +189,8 @@ def open_model(path: Path, transformers: Any, load: Callable[[], tuple[Any, Any]
         with quiet(transformers):
             model, found = load()
     except Exception as problem:  # what a damaged configuration raises depends on the class
-        raise ValueError(f"{path}: {type(problem).__name__}: {problem}") from problem
+        kind = "" if isinstance(problem, ValueError) else f"{type(problem).__name__}: "
+        raise ValueError(f"{path}: {kind}{problem}") from problem
     _check_fit(path, found, recorded)
     return model
 
@@ -197,7 +200,9 @@ def transformers_class(path: Path, config: Mapping[str, Any]) -> tuple[Any, Any]
     transformers, architecture = import_transformers(), config["architectures"][0]
     try:
         return transformers, getattr(transformers, architecture)
-    except (AttributeError, ImportError) as error:
+    except ImportError as error:
+        raise ValueError(f"{path}: transformers cannot import {architecture}: {error}") from error
+    except AttributeError as error:
         version = f"transformers {transformers.__version__}"
         raise ValueError(f"{path}: {version} has no {architecture}; install a version that has it") from error
 

@@ -88,7 +88,8 @@ def rebuild(model: Any, changes: Mapping[str, Any]) -> None:
         apply_changes(model, changes, _build_norm)
         masks = {full_name(model, name): norm["mask"] for name, norm in changes["norms"].items() if "mask" in norm}
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
-        raise ValueError(f"the key {KEY!r} of its configuration cannot be read: {problem}") from problem
+        own = "; a norm of your own has to be imported first (--import FILE)" if "no norm named" in str(problem) else ""
+        raise ValueError(f"the key {KEY!r} of its configuration cannot be read: {problem}{own}") from problem
     leave_fast_path(model)
     if masks:
         route_mask(model, masks)

@@ -97,6 +97,8 @@ def remove_norms_dir(
     """
     path, out = Path(path), Path(out)
     check_out(path, out, resume)
+    if settings.budget is not None and settings.steps is not None:
+        raise ValueError("--budget trains nothing; leave out --steps, or --budget")
     model = load_pretrained(path)
     dtype = next(model.parameters()).dtype
     model = model.float().to(settings.device)
@@ -108,9 +110,10 @@ def remove_norms_dir(
         require(SHORTEST <= length <= most, "--length", length, f"from {SHORTEST} to {most} tokens")
     lines, held_out = split(read_text(settings.text))
     make = functools.partial(Texts, tokenizer=tokenizer, length=length, causal=kind == "causal", device=settings.device)
-    texts, others = make(lines), {"held out": make(held_out)}
+    texts = make(lines, name=f"--text {settings.text}")
+    others = {"held out": make(held_out, name=f"the tenth of --text {settings.text} that is held out")}
     if settings.second is not None:
-        others["second text"] = make(read_text(settings.second))
+        others["second text"] = make(read_text(settings.second, "--second"), name=f"--second {settings.second}")
     first, budget = "", settings.budget
     if kind == "causal":
         first = _constant_first_token(model, tokenizer, texts, [*others.values()])

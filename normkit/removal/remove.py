@@ -87,7 +87,11 @@ class Removal:
             )
         learned = self.scores["without norms"] < self.scores["fitted"]
         text = f"The rise is {self.rise:.2g}. "
-        text += f"More steps than {self.steps} lower it." if learned else "Training did not help: lower lr."
+        text += (
+            f"More steps than {self.steps} lower it."
+            if learned
+            else "Training did not help: try a lower learning rate."
+        )
         return text + next((f" To compare: {kept}." for unit, kept in KEPT.items() if unit in self.unit), "")
 
     def __str__(self) -> str:

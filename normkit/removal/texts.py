@@ -17,20 +17,24 @@ RUN, PARTS = 20, 10  # every tenth run of 20 lines is held out
 PER_TOKEN = 4.0  # characters
 
 
-def read_text(name: str | Path) -> list[str]:
+def read_text(name: str | Path, option: str = "--text") -> list[str]:
     """Return the lines of a file, or of the training split of a data set of the Hub.
 
     Args:
         name: A file with one text a line, or a data set as "org/name" or "org/name:config".
+        option: What gives the name, for errors.
 
     Raises:
         ValueError: If it is neither.
     """
     if (path := Path(name)).is_file():
-        return [line for line in path.read_text(encoding="utf8").splitlines() if line.strip()]
+        try:
+            return [line for line in path.read_text(encoding="utf8").splitlines() if line.strip()]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{option} {path} is no text in UTF-8 ({error}); convert it") from None
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", str(name)) or path.is_dir():
         raise ValueError(
-            f"--text {name} is no file; give a file with one text a line, or a data set of the Hub as org/name or "
+            f"{option} {name} is no file; give a file with one text a line, or a data set of the Hub as org/name or "
             "org/name:config, which needs `pip install datasets`"
         )
     import datasets
@@ -38,14 +42,16 @@ def read_text(name: str | Path) -> list[str]:
     rows = datasets.load_dataset(*str(name).split(":"), split="train")
     column = next((key for key, kind in rows.features.items() if getattr(kind, "dtype", "") == "string"), None)
     if column is None:
-        raise ValueError(f"--text {name} has no column of text; write its text into a file, one a line")
+        raise ValueError(f"{option} {name} has no column of text; write its text into a file, one a line")
     return [line for text in rows[column] for line in text.splitlines() if line.strip()]
 
 
 def split(lines: list[str]) -> tuple[list[str], list[str]]:
-    """Return lines to train on and held-out ones; of fewer than 200 lines the last tenth is held out."""
-    run = RUN if len(lines) >= RUN * PARTS else math.ceil(len(lines) / PARTS)
-    held_out = [number // max(run, 1) % PARTS == PARTS - 1 for number in range(len(lines))]
+    """Return lines to train on and held-out ones: every tenth run of 20 lines, of fewer than 200 the last tenth."""
+    if len(lines) < RUN * PARTS:
+        kept = len(lines) - math.ceil(len(lines) / PARTS)
+        return lines[:kept], lines[kept:]
+    held_out = [number // RUN % PARTS == PARTS - 1 for number in range(len(lines))]
     return [line for line, out in zip(lines, held_out, strict=True) if not out], [
         line for line, out in zip(lines, held_out, strict=True) if out
     ]
@@ -63,9 +69,15 @@ class Texts:
         length: Most tokens of a text.
         causal: True for a causal language model.
         device: Device of the batches.
+        name: What it is, for errors.
+
+    Raises:
+        ValueError: If there are too few lines for a batch.
     """
 
-    def __init__(self, lines: list[str], tokenizer: Any, length: int, causal: bool, device: str = "cpu"):
+    def __init__(
+        self, lines: list[str], tokenizer: Any, length: int, causal: bool, device: str = "cpu", name: str = "the text"
+    ) -> None:  # fmt: skip
         self.tokenizer, self.length, self.causal, self.device = tokenizer, length, causal, device
         if causal:
             self.begin = tokenizer("")["input_ids"]  # the tokens that it puts before every text
@@ -76,7 +88,7 @@ class Texts:
         needed = length + 1 if causal else ROWS
         if len(self.items) < needed:
             unit = "tokens" if causal else "sentences"
-            raise ValueError(f"the text is too short: {len(self.items)} {unit} of at least {needed}; give a longer one")
+            raise ValueError(f"{name} is too short: {len(self.items)} {unit} of at least {needed}; give more lines")
 
     def training(self, seed: int) -> Iterator[dict[str, Tensor]]:
         """Yield batches without end, each of texts of about one length between 8 tokens and the longest."""

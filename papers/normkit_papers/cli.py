@@ -6,7 +6,6 @@ Ctrl-C, 143 after SIGTERM.
 
 import contextlib
 import dataclasses
-import importlib.util
 import os
 import shlex
 import signal
@@ -20,6 +19,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from normkit._util import align, escape, pick, require, truncate
+from normkit.cli import import_module
 
 Scale = Literal["pocket", "gpu", "paper"]
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -257,7 +257,7 @@ def report(
         raise ValueError("no path is given; try `papers report runs/demo`")
     allowed = "a name that ends in .html; the page has buttons that save a chart as picture"
     require(out is None or out.suffix == ".html", "--out", str(out), allowed)
-    if figure is not None:
+    if figure:
         pick(figures.FIGURES, figure, "figure")
     if compare:
         _write(summary.text(results.find(paths)))
@@ -300,11 +300,14 @@ def fold(run: tyro.conf.Positional[Path], out: Path) -> int:
         run: Folder of the run.
         out: Folder for the folded run.
     """
+    from normkit_papers import results
     from normkit_papers.train.fold_run import fold_run
     from normkit_papers.train.folder import load, save
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out {out} is not an empty folder; name another one")
+    if results.ended(run) is None:
+        _write(f"warning: {run} has not ended; this folds its last checkpoint")
     made, found = fold_run(load(run))
     save(out, made)
     _write(f"{found}\nsaved to {out}")
@@ -334,7 +337,9 @@ def remove_norms(arguments: list[str]) -> int:
         given.run, given.out, given.settings, resume=given.resume, on_progress=Progress()
     )
     table = align([[stage, f"{score:.4g}"] for stage, score in scores.items()])
-    _write(f"{removal.fold}\n\n{table}\nsaved to {given.out}")
+    better = "higher" if removal.unit.startswith("-") else "lower"
+    heading = f"{removal.unit.removeprefix('-')}, {better} is better"
+    _write(f"{removal.fold}\n\n{heading}:\n{table}\n{removal.verdict}\nsaved to {given.out}")
     return 0
 
 
@@ -384,13 +389,7 @@ def import_modules(arguments: list[str]) -> list[str]:
         if option != "--import":
             left.append(argument)
             continue
-        name = name if is_joined else next(given, "")
-        path = Path(name)
-        sys.path.insert(0, str(path.parent.absolute()))
-        module = path.stem if path.suffix == ".py" else name
-        if not module or importlib.util.find_spec(module) is None:
-            raise ValueError(f"--import {name}: found no such module or file; name a .py file or an installed module")
-        importlib.import_module(module)
+        import_module(name if is_joined else next(given, ""))
     return left
 
 
@@ -398,7 +397,8 @@ def _dispatch(commands: Mapping[str, Callable[..., int]], arguments: list[str], 
     """Call the command that the first argument names, with the others parsed by tyro."""
     if not arguments or arguments[0] in ("-h", "--help"):
         lines = [(f"{prog} {name}", str(command.__doc__).splitlines()[0]) for name, command in commands.items()]
-        _write(f"{align(lines)}\n\n{prog} COMMAND --help lists the options of a command.")
+        more = "--import FILE, of every command, first imports a module, such as one that adds norms to normkit.NORMS."
+        _write(f"{align(lines)}\n\n{prog} COMMAND --help lists the options of a command.\n{more}")
         return 0 if arguments else BAD_INPUT
     command = pick(commands, arguments[0], "command")
     if command in (train, use, remove_norms):

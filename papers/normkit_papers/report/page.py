@@ -108,7 +108,7 @@ def add_runs(page: Page, found: Results) -> None:
         page.heading(kind)
         page.table(summary.cells(members))
         page.chart(*charts.folding(members))
-    page.text(summary.ABOUT)
+    page.text(summary.about(found))
     page.heading("Losses")
     page.chart(*charts.losses(runs))
     add_recordings(page, runs)

@@ -22,10 +22,10 @@ KINDS = {
 NOTHING = {"seeds": "1", "status": "done"}
 """Cells without information; a column of these alone is left out, and one of dashes."""
 ABOUT = (
-    "± is a 95 % interval: of the mean over seeds or, of one seed, of the sampling error of the test set. Runs whose "
-    "interval of what they lack to the best contains 0 are level with it. Times are those to decode 64 words on one "
-    "thread, with ? if other load disturbed them."
+    "± is a 95 % interval: of the mean over seeds or, of one seed, of the sampling error of the test set. A run is "
+    "level with the best one if the interval of their difference contains 0."
 )
+TIMES = " Times are those to decode 64 words on one thread, with ? if other load disturbed them."
 
 
 class Group(NamedTuple):
@@ -128,4 +128,9 @@ def text(results: Results) -> str:
             kind,
             *(align(lines, right=range(1, len(lines[0])), heads=1) for lines in narrow(cells(members), WIDTH)),
         ]
-    return "\n\n".join([*parts, textwrap.fill(ABOUT, WIDTH)])
+    return "\n\n".join([*parts, textwrap.fill(about(results), WIDTH)])
+
+
+def about(results: Results) -> str:
+    """Explain the intervals of the tables and, where there are some, the times."""
+    return ABOUT + TIMES * any((result.get("fold") or {}).get("seconds_trained") for result in results.values())
