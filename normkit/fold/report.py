@@ -77,7 +77,7 @@ class Audit:
     def summary(self) -> str:
         """Numbers of norms, and what was taken as given."""
         gains, known = self.count("gain folded"), [f"{self.foldable} norms fold away"]
-        known += [f"the gains of {gains} others are folded"] * bool(gains)
+        known += [f"{gains} that stay lose their gain"] * bool(gains)
         known += [f"{self.untied:,} added by untying"] * bool(self.untied)
         notes = {
             "called with": self.added,
