@@ -92,15 +92,18 @@ def is_recomputed() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
+Get = Callable[[], StepStatistics | None]
+
+
 class Records:
     """Statistics of the forwards of one norm whose backward is still to come. A copy is empty."""
 
     def __init__(self) -> None:
-        self._of_graphs: list[Callable[[], StepStatistics | None]] = []  # None once the graph is gone
+        self._of_graphs: list[tuple[weakref.ref[Any], Get]] = []  # what the graph keeps alone, and the statistics
         self._most = 64  # of these, before the dead ones go
-        self._without_graph: collections.deque[StepStatistics] = collections.deque(maxlen=64)  # uses in one step
+        self._without_graph: collections.deque[Get] = collections.deque(maxlen=64)  # uses in one step
         self._before, self._waiting = self._without_graph, 0  # of the step before; uses not recomputed yet
-        self._last: Callable[[], StepStatistics] | None = None  # its graph may be gone already, as after detach()
+        self._last: Get = lambda: None  # its graph may be gone already, as after detach()
         self._uses: Any = WeakTensorKeyDictionary()
 
     def __reduce__(self) -> tuple[type["Records"], tuple[()]]:
@@ -108,34 +111,34 @@ class Records:
 
     def add(self, statistics: StepStatistics, y: Tensor) -> None:
         """Keep the statistics of a forward as long as the graph of its output `y`."""
-        self._last = lambda: statistics
         if y.grad_fn is None:
-            self._add_without_graph(statistics)
+            self._add(lambda: statistics)
         else:
             y.grad_fn.metadata["statistics"] = statistics  # type: ignore[index]
-            self._add_of_graph(weakref.ref(statistics))
+            self._add(lambda: statistics, alive := weakref.ref(statistics), alive)
 
     def add_packed(self, packed: Tensor, mask: Tensor | None, state: Any, y: Tensor) -> None:
         """As `add`, for decisions of kernels: the graph of `y` keeps this tensor and this mask."""
-        self._last = functools.partial(unpack, packed, mask, state)
+        get = functools.partial(unpack, packed, mask, state)
         if y.requires_grad:
-            of_mask = None if mask is None else weakref.ref(mask)
-            self._add_of_graph(functools.partial(_unpack_alive, weakref.ref(packed), of_mask, state))
+            alive, of_mask = weakref.ref(packed), None if mask is None else weakref.ref(mask)
+            self._add(get, alive, functools.partial(_unpack_alive, alive, of_mask, state))
         else:
-            self._add_without_graph(unpack(packed, mask, state))
+            self._add(get)
 
-    def _add_of_graph(self, statistics: Callable[[], StepStatistics | None]) -> None:
-        self._of_graphs.append(statistics)
-        if len(self._of_graphs) > self._most:
-            self._of_graphs = [each for each in self._of_graphs if each()]
-            self._most = 64 + 2 * len(self._of_graphs)
-
-    def _add_without_graph(self, statistics: StepStatistics) -> None:
+    def _add(self, get: Get, alive: weakref.ref[Any] | None = None, get_alive: Get = lambda: None) -> None:
+        self._last = get
+        if alive is not None:
+            self._of_graphs.append((alive, get_alive))
+            if len(self._of_graphs) > self._most:
+                self._of_graphs = [each for each in self._of_graphs if each[0]() is not None]
+                self._most = 64 + 2 * len(self._of_graphs)
+            return
         # frozen, or the first forward of reentrant checkpointing
         if self._waiting <= 0:  # a new step; the graph of the one before may be retained
             self._before, self._without_graph, self._waiting = self._without_graph, collections.deque(maxlen=64), 0
         self._waiting += 1
-        self._without_graph.append(statistics)
+        self._without_graph.append(get)
 
     def find(self, x: Tensor, batch: Callable[[Tensor | None], Tensor]) -> StepStatistics | None:
         """Return statistics and mask of the first run of this forward, which is recomputed; None without one.
@@ -143,9 +146,9 @@ class Records:
         `batch` computes statistics `[k, C]` of `x` under a mask, where several forwards are candidates.
         """
         self._waiting -= 1
-        alive = [each() for each in self._of_graphs]
-        kept = filter(None, [*self._before, *self._without_graph, *alive, self._last and self._last()])
-        fit = (each for each in kept if each.mask is None or each.mask.shape == x.shape[:-1])
+        alive = (get for _, get in self._of_graphs)
+        kept = [get() for get in (*self._before, *self._without_graph, *alive, self._last)]
+        fit = (each for each in filter(None, kept) if each.mask is None or each.mask.shape == x.shape[:-1])
         candidates = [*{id(each.key): each for each in fit if each.batch.device == x.device}.values()][::-1]
         if len(candidates) < 2:
             return candidates[0] if candidates else None
