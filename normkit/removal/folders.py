@@ -22,7 +22,7 @@ from normkit.fold import fold
 from normkit.fold.checkpoints import copy_small_files
 from normkit.fold.folders import example_for
 from normkit.models import load_pretrained, save_pretrained
-from normkit.models.first_token import keep_first_token
+from normkit.models.first_token import Clamp, keep_first_token
 from normkit.removal.distill import Comparison, mask_of
 from normkit.removal.large_tokens import large_first_token
 from normkit.removal.remove import Removal, remove_norms
@@ -137,7 +137,9 @@ def remove_norms_dir(
             _without_added_tokens(tokenizer).save_pretrained(out)
         rows = [{"text": name, **row} for name, other in others.items() for row in _rows(kind, folded, model, other)]
         samples = _continue(tokenizer, model, folded, others["held out"]) if kind == "causal" else {}
+        clamped = any(isinstance(module, Clamp) for module in folded.modules())
         about = _about(settings, length, removal) + first
+        about += " In the place of a norm that went, a clamp of its input stays." if clamped else ""
         found = DirRemoval(removal, rows, about, samples, _load_lines(path, out))
         kept = {"settings": dataclasses.asdict(settings), **dataclasses.asdict(found), "fold": str(removal.fold)}
         del kept["removal"]["fold"]

@@ -5,7 +5,7 @@ import copy
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from normkit.norms import StatNorm, make, parse
 from normkit.removal.blocks import blocks_of, train_blocks
 from normkit.removal.budget import Cost, Score, choose
 from normkit.removal.distill import Comparison, Loss, mask_of, train
-from normkit.removal.large_tokens import add_clamps, clamp_writers, clamps_first
+from normkit.removal.large_tokens import Bounded, add_clamps, clamp_writers, clamps_first
 
 STEPS = 300  # of training
 LR, BLOCK_LR = 3e-4, 1e-3  # of the model and of single blocks
@@ -208,8 +208,11 @@ def remove_norms(
 
     def folded_and_scored(model: nn.Module) -> tuple[nn.Module, Report]:
         progress("folding", 0, 1)
+        places = {f"{name}.1": name for name, module in model.named_modules() if isinstance(module, Bounded)}
         clamps_first(model)
         folded, report = folding(model)
+        rows = tuple(replace(row, name=places.get(row.name, row.name)) for row in report.rows)
+        report = replace(report, rows=rows)
         scores["without norms"] = scored(folded)
         return folded, report
 
