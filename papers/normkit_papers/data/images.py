@@ -117,7 +117,7 @@ def read_images(name: str, *, held_out: int = 0, on_stage: OnStage = lambda stag
         label = f"{row.name} ({', '.join(remarks)})" if remarks else row.name
     if held_out:
         if held_out >= (count := len(train.labels)):
-            raise ValueError(f"images.held_out must be below the {count:,} training images; got {held_out}")
+            raise ValueError(f"--images.held-out must be below the {count:,} training images; it is {held_out}")
         order = np.random.default_rng(0).permutation(count)
         valid, train = train.take(np.sort(order[:held_out])), train.take(np.sort(order[held_out:]))
     known = row or IMAGE_SETS["imagenet"]

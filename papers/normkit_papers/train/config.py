@@ -109,7 +109,7 @@ class Run:
     decay: Positive = 0.1
     """Factor at each milestone."""
     warmup: Natural = 0
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up; of a shorter run all but the last."""
     warmup_start: NotNegative = 0.0
     """Initial learning rate of the warm-up, for inverse_sqrt, cosine and steps (fairseq's warmup-init-lr)."""
     stop_lr: NotNegative = 0.0
