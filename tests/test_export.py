@@ -97,7 +97,7 @@ def test_an_exported_file_takes_other_batch_sizes_and_lengths(tmp_path):
     assert done.dynamic == {"input_ids": (0, 1), "attention_mask": (0, 1)}
     session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
     assert [slot.name for slot in session.get_inputs()] == ["input_ids", "attention_mask"]
-    assert [slot.name for slot in session.get_outputs()] == [*done.outputs] == ["output"]
+    assert [slot.name for slot in session.get_outputs()] == [*done.outputs] == ["logits"]
     more = {key: torch.cat([t, t, t[:1]]) for key, t in case.kwargs.items()}
     more = {key: torch.cat([t, t[:, :2]], 1) for key, t in more.items()}
     (out,) = session.run(None, {key: t.numpy() for key, t in more.items()})

@@ -207,11 +207,16 @@ class TensorModel(nn.Module):
 
 def picked(output: Any, outputs: Pick | None) -> dict[str, Tensor]:
     """Return the tensors of an output that are exported, by name; a ValueError if there are none."""
-    found = {path.replace(".", "_"): tensor for path, tensor in tensors(output, outputs).items()}
+    names = {id(tensor): path for path, tensor in tensors(output).items()} if outputs else {}
+    found = dict[str, Tensor]()
+    for path, tensor in tensors(output, outputs).items():
+        name = names.get(id(tensor), path).replace(".", "_")  # that of the model, if it is picked as it is
+        name = name if name[:1].isalpha() else f"output_{name}".rstrip("_")
+        found[f"{name}_{len(found)}" if name in found else name] = tensor
     if not found:
         where = f"the model output ({type(output).__name__})" if outputs is None else "what outputs= picks"
         raise ValueError(f"export() found no tensor in {where}; pass outputs= that picks some")
-    return {name if name[:1].isalpha() else f"output_{name}".rstrip("_"): t for name, t in found.items()}
+    return found
 
 
 def open_axes(given: tuple[Tensor, ...], tokens: bool = True) -> Any:
