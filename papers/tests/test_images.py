@@ -154,7 +154,7 @@ def test_held_out_images_are_fixed_and_not_trained_on(tmp_path):
     assert (len(one.train.labels), len(one.valid.labels)) == (18, 6)
     assert contents(one.valid) == contents(two.valid)
     assert sorted(contents(one.valid) + contents(one.train)) == contents(whole.train)
-    with pytest.raises(ValueError, match=r"held_out"):
+    with pytest.raises(ValueError, match=r"held.out"):
         read_images(folder, held_out=24)
 
 
