@@ -28,7 +28,7 @@ WIDTH = 120  # columns of a line of a list
 
 def demo(
     norms: tuple[str, ...] = ("layer", "scale", "un", "batch"),
-    steps: int = 1800,
+    steps: int = 1500,
     seed: int = 0,
     out: Path = Path("runs/demo"),
     processes: int = 2,
