@@ -63,7 +63,9 @@ def main(arguments: list[str] | None = None) -> None:
     if (given.text is None) == (given.own is None):
         parser.error("give a text or --own")
     text = given.text or str(given.out.with_suffix(".txt"))
-    if given.own and not (given.resume and Path(text).exists()):
+    if given.own and not given.resume and Path(text).exists():
+        parser.error(f"{text} exists; name another OUT, or --resume")
+    if given.own and not Path(text).exists():
         write_own(given.model, Path(text), given.own, given.length)
     settings, start = Settings(text, given.second, steps=given.steps, length=given.length), time.time()
     found = remove_norms_dir(given.model, given.out, settings, resume=given.resume)

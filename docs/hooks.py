@@ -32,10 +32,7 @@ GROUPS = {  # heading of the reference: package of the names below it
 
 
 def on_page_content(content: str, **_: object) -> str:
-    """Replace every formula that `pymdownx.arithmatex` marked, so that pages need no script to show it.
-
-    A percent sign stays on the line of its number.
-    """
+    """Replace formulas by MathML, so that pages need no script, and keep percent signs with numbers."""
     return PERCENT.sub("\u00a0%", FORMULA.sub(_mathml, content))
 
 

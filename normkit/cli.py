@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             import_module(name)
         return given.run(given)
     except KeyboardInterrupt:
-        more = "; the same command with --resume continues" if arguments and "remove-norms" in arguments else ""
+        resumes = "remove-norms" in (sys.argv if arguments is None else arguments)
+        more = "; the same command with --resume continues" if resumes else ""
         return _complain(f"interrupted{more}", INTERRUPTED)
     except BrokenPipeError:  # the reader of our output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -45,6 +45,17 @@ def test_norms_of_an_imported_file_are_listed(capsys, tmp_path):
     assert main(["list", "--import", str(tmp_path / "other.py")]) == 2
 
 
+def test_an_interrupted_removal_says_how_to_go_on(capsys, monkeypatch):
+    def interrupt(given):
+        """Stop at once."""
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("normkit.cli.remove_norms", interrupt)
+    monkeypatch.setattr("sys.argv", ["normkit", "remove-norms", "model", "--text", "text", "--out", "out"])
+    assert main() == 130
+    assert "--resume" in capsys.readouterr().err
+
+
 def test_bench_writes_its_rows(capsys, tmp_path):
     assert main(["bench", "un", "--shape", "8x4", "--rounds", "2", "--out", str(tmp_path / "t.csv")]) == 0
     with (tmp_path / "t.csv").open() as file:

@@ -65,7 +65,7 @@ def step(
     x: Tensor, parameters: tuple[Any, Any], mask: Tensor | None, rule: Rule, state: State, how: KernelRule,
     known: bool, plan: list[int], groups: int = 0, found: StepStatistics | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `reference.train_step`, in kernels that apply the rule; return y and the decisions for `records.unpack`.
+    """As `reference.train_step`, in kernels; return y and the decisions, which `records.unpack` reads.
 
     With `known`, the statistics to standardize with and to remove do not depend on the batch, which is read once.
     `plan` lists launches on a GPU; it is empty for kernels in C++.

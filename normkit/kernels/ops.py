@@ -80,10 +80,11 @@ def train_step(x: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
     compiles = torch.compiler.is_compiling()
     state = rule.state() if compiles else rule.kept_state()
     x, parameters = x.contiguous(), (rule.weight, rule.bias)  # x is kept for the backward pass, too
+    wide = torch.promote_types(x.dtype, state.running.dtype)
     if not compiles and _is_as_before(x, parameters, state):
         kind, how = "native", state.kernel_rule
     else:
-        kind, how = _choose_step(x, parameters, rule, state, compiles)
+        kind, how = _choose_step(x, parameters, wide, rule, state, compiles)
     groups = rule.groups if kind == "native" else 0  # C++ applies layer-scale on its way
     x = group_rms(x, rule.eps, rule.groups) if rule.groups and not groups else x
     module, found = dispatch.load_triton() if kind == "triton" else reference, None
@@ -91,11 +92,11 @@ def train_step(x: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
     if recomputed:
         with torch.no_grad():
             data = group_rms(x, rule.eps, groups) if groups else x.detach()
-            wide = torch.promote_types(x.dtype, state.running.dtype)
             found = state.records.find(data, lambda mask: module.moments(data, mask, rule.center, wide)[0])
         mask = mask if found is None else found.mask
-        if found is not None and found.packed is None and how:  # the first forward took the reference
-            x, groups, how = group_rms(x, rule.eps, groups) if groups else x, 0, None
+        if how and found is not None and found.packed is None:  # the first forward took the reference
+            x, how = group_rms(x, rule.eps, groups) if groups else x, None
+            kind = "reference" if kind == "native" else kind
     known = how is not None and found is None and rule.known_in_advance(state)
     if not compiles:
         dispatch.count(kind, "train_step on one reading" if known else "train_step")
@@ -107,7 +108,6 @@ def train_step(x: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
         if not recomputed:
             state.records.add_packed(packed, mask, state, y)
         return y
-    wide = torch.promote_types(x.dtype, state.running.dtype)
     y, statistics = reference.train_step(x, mask, rule, state, module, wide, found)
     if not (compiles or recomputed):
         state.records.add(statistics, y)
@@ -115,7 +115,10 @@ def train_step(x: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
 
 
 def _is_as_before(x: Tensor, parameters: tuple[Tensor | None, Tensor | None], state: State) -> bool:
-    """True if the last step took the kernels in C++ with these parameters: all checks cost as much as the kernels."""
+    """True if the last step took the kernels in C++ with these parameters.
+
+    In small models all checks of `_choose_step` would cost as much as the kernels.
+    """
     before = state.native_for
     return (
         before is not None
@@ -131,13 +134,14 @@ def _is_as_before(x: Tensor, parameters: tuple[Tensor | None, Tensor | None], st
 
 
 def _choose_step(
-    x: Tensor, parameters: tuple[Tensor | None, Tensor | None], rule: Rule, state: State, compiles: bool
+    x: Tensor, parameters: tuple[Tensor | None, Tensor | None], wide: torch.dtype, rule: Rule, state: State,
+    compiles: bool,
 ) -> tuple[str, KernelRule | None]:  # fmt: skip
-    """Choose the implementation of a step, and find the rule for its kernels, None for the reference."""
+    """Choose the implementation of a step, and its rule for kernels, None for the reference."""
     _check_training(state, compiles)
     if compiles:
         return "reference", None
-    kind = dispatch.choose(x, "train_step", torch.promote_types(x.dtype, state.running.dtype))
+    kind = dispatch.choose(x, "train_step", wide)
     how = None if kind == "reference" else find_kernel_rule(rule, state)
     if how and (not native.can_step(x, parameters) or (x.is_cuda and dispatch.is_traced())):
         how = None

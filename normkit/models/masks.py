@@ -134,7 +134,7 @@ class Route:
         _running.calls.append(MaskedCall(self, model, {name: given.get(name) for name in self.rules.values()}))
 
     def end(self, model: nn.Module, args: tuple, output: object) -> None:
-        """End the call; warn of norms that its masks did not fit, and once if training begins without any mask."""
+        """End the call; warn of masks that did not fit, and of training that begins without any."""
         for call in self._close():
             if not (self.began or torch.compiler.is_compiling()) and model.training and output is not None:
                 self.began = True

@@ -47,7 +47,10 @@ def read_text(name: str | Path, option: str = "--text") -> list[str]:
 
 
 def split(lines: list[str]) -> tuple[list[str], list[str]]:
-    """Return lines to train on and held-out ones: every tenth run of 20 lines, of fewer than 200 the last tenth."""
+    """Return lines to train on, and held-out ones.
+
+    Every tenth run of 20 lines is held out; of fewer than 200 lines the last tenth.
+    """
     if len(lines) < RUN * PARTS:
         kept = len(lines) - math.ceil(len(lines) / PARTS)
         return lines[:kept], lines[kept:]

@@ -134,8 +134,8 @@ def by_site(
 def stalled(recording: Recording) -> dict[str, float]:
     """The losses that show that nothing was learned; empty if the loss falls.
 
-    Three things show it: the loss is that of the first step; it has stopped to fall where a constant prediction is; or
-    it has risen, and only came back to there.
+    Three things show it: the loss is that of the first step; it no longer falls where a constant prediction is; or it
+    rose far above its start, and has only come back to a constant prediction.
     """
     series = recording.of("loss").get("")
     losses = [loss for _, loss in series.points()] if series else []
@@ -157,8 +157,9 @@ def stalled(recording: Recording) -> dict[str, float]:
 def loss(check: Check, recording: Recording) -> list[Finding]:
     """Find a loss that does not fall, and inputs that grow over the layers or the steps meanwhile."""
     constant = recording.of("constant_loss").get("")
-    if constant and constant.top() < 1e-6:
-        return [Finding(check.kind, ("",), "all targets are one class: nothing can be learned", {}, "look at the data")]
+    if constant and constant.top() == 0:
+        message = "all targets are one class, or ignored: nothing can be learned"
+        return [Finding(check.kind, ("",), message, {"constant": 0.0}, "look at the data")]
     numbers = stalled(recording)
     if not numbers:
         return []

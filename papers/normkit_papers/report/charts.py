@@ -33,7 +33,7 @@ def losses(runs: Sequence[Recorded]) -> "list[Figure]":
 
 
 def folding(groups: Sequence[Group]) -> "list[Figure]":
-    """Draw time and size of each norm's model, as trained and folded, as bars; nothing without a folded model."""
+    """Draw time and size of each model, as trained and folded, if any is folded."""
     drawn = []
     for name, scale, title in (
         ("seconds", 1000, "milliseconds to decode 64 words, one thread"),
