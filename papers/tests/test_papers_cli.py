@@ -52,6 +52,7 @@ def test_the_demo_folds_one_norm_and_times_all(demo):
     assert un["fold"]["max_error"] < 1e-12
     assert un["scores"]["folded"]["per"] == pytest.approx(un["scores"]["running"]["per"], abs=0.2)
     assert min(un["fold"]["seconds_folded"], layer["fold"]["seconds_trained"]) > 0
+    assert 0 < un["fold"]["megabytes_folded"] < un["fold"]["megabytes_trained"]
     assert load(demo / "un" / "folded").run.model.norm == "nonorm"
 
 

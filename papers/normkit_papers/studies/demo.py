@@ -73,10 +73,11 @@ def fold_and_time(folders: Sequence[Path], rounds: int = ROUNDS) -> None:
         found[chosen]["fold"] |= {"max_error": report.max_error, "native_error": report.native_error}
         found[chosen]["scores"]["folded"] = open_task(folded).score_test()
     seconds, obstacle = _time(models, rounds)
-    for place in models:
+    for place, model in models.items():
+        size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         fold = found[chosen if place not in found else place]["fold"]  # type: ignore[index]
         kind = "folded" if place not in found else "trained"
-        fold |= {f"seconds_{kind}": seconds[place], "obstacle": obstacle}
+        fold |= {f"seconds_{kind}": seconds[place], f"megabytes_{kind}": size / 1e6, "obstacle": obstacle}
     for folder, result in found.items():
         results.write(folder, result)
 
