@@ -296,8 +296,8 @@ def _check(model: Any, batches: Any, steps: Any, budget: Any, lr: Any, statistic
     check_not_meta(model, "remove_norms")
     check_batches(batches, "remove_norms()")
     require(is_int(steps) and steps >= 1, "steps", steps, "a whole number of at least 1")
-    require(budget is None or (is_number(budget) and budget >= 0), "budget", budget, "a number of at least 0, or None")
-    require(lr is None or (is_number(lr) and 0 < lr < float("inf")), "lr", lr, "above 0 and finite, or None")
+    require(budget is None or (is_number(budget) and budget >= 0), "budget", budget, "a number of at least 0")
+    require(lr is None or (is_number(lr) and 0 < lr < float("inf")), "lr", lr, "a finite number above 0")
     require(statistics in (None, "frozen", "batches"), "statistics", statistics, "'frozen', 'batches' or None")
 
 

@@ -153,7 +153,9 @@ def test_the_first_batch_norm_is_shown():
     made = Recording([Row(1, "a", "layer", "g_mu", 1.0), Row(1, "b", "batch", "g_mu", 2.0)])
     run = Recorded("x", result(), made)
     assert first_sites([run], "g_mu", "batch") == [(run, "b")]
-    assert first_sites([run], "g_mu", "pnv") == [(run, "a")], "without any, the first norm"
+    assert first_sites([run], "g_mu") == [(run, "a")]
+    with pytest.raises(ValueError, match="pnv"):
+        first_sites([run], "g_mu", "pnv")
 
 
 @pytest.mark.parametrize(

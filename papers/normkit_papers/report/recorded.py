@@ -39,15 +39,14 @@ class Recorded(NamedTuple):
         return max(1, int(self.settings.get("steps", 0)) or self.recording.last_step())
 
     def sites(self, quantity: str, *norms: str) -> dict[str, Series]:
-        """A quantity by site, at norms whose names begin with one of these, else at all sites."""
+        """A quantity by site, at norms whose names begin with one of these; without names at all sites."""
         found = self.recording.of(quantity)
         return {site: s for site, s in found.items() if not norms or self.recording.sites[site].startswith(norms)}
 
     def complete_sites(self, quantities: Sequence[str], *norms: str) -> list[str]:
-        """The sites with all of these quantities, at such norms if there are any; ValueError without one."""
-        every = [self.recording.of(quantity) for quantity in quantities]
-        some = self.sites(quantities[0], *norms) or every[0]
-        if sites := [site for site in some if all(site in each for each in every)]:
+        """The sites with all of these quantities, at such norms; ValueError without one."""
+        every = [self.sites(quantity, *norms) for quantity in quantities]
+        if sites := [site for site in every[0] if all(site in each for each in every)]:
             return sites
         raise ValueError(f"{self.label} has no norm with all of {', '.join(quantities)}")
 
@@ -82,9 +81,10 @@ def with_quantities(runs: Sequence[Recorded], *quantities: str) -> list[Recorded
 
 
 def first_sites(runs: Sequence[Recorded], quantity: str, *norms: str) -> list[tuple[Recorded, str]]:
-    """The runs with such a norm, and its first site; without any, all with their first norm."""
-    having = [(run, next(iter(sites))) for run in runs if (sites := run.sites(quantity, *norms))]
-    return having or [(run, next(iter(run.sites(quantity)))) for run in runs]
+    """The runs with such a norm, and its first site; ValueError without one."""
+    if having := [(run, next(iter(sites))) for run in runs if (sites := run.sites(quantity, *norms))]:
+        return having
+    raise ValueError(f"none of these runs recorded {quantity} at a norm of the figure: {', '.join(norms)}")
 
 
 def panels(rows: int, columns: int, titles: Sequence[str] = (), height: int = 300, **more: Any) -> "Figure":
