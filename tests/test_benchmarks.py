@@ -39,6 +39,17 @@ def test_deploy_compares_norms_in_each_scheme(script, tmp_path):
     assert int(rows["float32", "folded"]["operations"]) > 0
 
 
+def test_table_8_compares_memory_and_throughput(script, tmp_path):
+    pytest.importorskip("normkit_papers")
+    out = tmp_path / "table.csv"
+    script("un_table8").main(["--columns", "COCO", "--rounds", "2", "--out", str(out)])
+    layer, un = rows_of(out)
+    assert (layer["row"], un["row"], un["column"]) == ("LN", "UN", "COCO MEM | COCO TPUT")
+    assert float(layer["memory"]) > 1
+    assert float(un["speed"]) > 0
+    assert int(un["parameters"]) < int(layer["parameters"]), "gains and biases went into other layers"
+
+
 def test_a_language_model_loses_its_norms_in_one_row(script, tmp_path):
     (tmp_path / "text.txt").write_text("\n".join([" ".join(WORDS)] * 200), encoding="utf8")
     folder, out = saved("LlamaForCausalLM", tmp_path / "model"), tmp_path / "rows.csv"

@@ -97,7 +97,7 @@ def test_lists_name_what_runs_here_and_where_missing_data_is(capsys, monkeypatch
     lines = capsys.readouterr().out.splitlines()
     assert "pocket: runs here" in next(line for line in lines if line.startswith("core.cmudict "))
     assert "pocket: lacks iwslt14.de-en" in next(line for line in lines if line.startswith("un.table9 "))
-    assert "benchmarks/deploy.py" in next(line for line in lines if line.startswith("un.table8 "))
+    assert "benchmarks/un_table8.py" in next(line for line in lines if line.startswith("un.table8 "))
     assert all(len(line) <= 120 for line in lines[: lines.index("missing data:")])
 
 
@@ -188,7 +188,7 @@ def test_reports_of_runs_rows_and_figures(demo, tmp_path, capsys):
         (["repport"], "'report'"),
         (["study", "pn.tabel1"], "'pn.table1'"),
         (["study", "un.table9", "--only", "LN"], "'LN'"),
-        (["study", "un.table8"], "deploy.py"),
+        (["study", "un.table8"], "un_table8.py"),
         (["study", "core.cmudict", "--seeds", "0"], "--seeds"),
         (["demo", "--norms", "un", "un"], "'un'"),
         (["demo", "--norms", "unn"], "unn"),
