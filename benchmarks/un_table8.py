@@ -3,7 +3,8 @@
     python benchmarks/un_table8.py [--scale pocket] [--rounds 60] [--out papers/results/un.table8.csv]
 
 Swin-T classifies images of 224 x 224; Mask R-CNN finds objects in them, at scale pocket with the small Swin of our other
-tables. Weights are random, models run eagerly in float32. LN and UN take turns, and a call's peak is what it allocates.
+tables. Weights are random; models run eagerly in float32, LN and UN by turns. Memory is what a call allocates at its
+peak.
 """
 
 import argparse
@@ -26,14 +27,14 @@ NORMS = {"LN": "layer", "UN": "un(window=4, outlier_filtration=True)"}
 def models(column: str, scale: str) -> dict[str, Any]:
     """The model of a column with LN, and with UN folded, by row of the table."""
     import torch
-
-    from normkit.norms import StatNorm
     from normkit_papers.data.vocab import Vocab
     from normkit_papers.recipes import RECIPES
     from normkit_papers.study import override
     from normkit_papers.train.build import build_model
     from normkit_papers.train.fold_run import fold_run
     from normkit_papers.train.folder import Loaded
+
+    from normkit.norms import StatNorm
 
     recipe, settings, _ = MODELS[column]
     classes, found = {"classes": Vocab(str(number) for number in range(80))}, {}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from latex2mathml.converter import convert
-from mkdocs.structure.files import File, Files
 from normkit_papers.report.verdicts import ABOUT, judge, ran
 from normkit_papers.studies.catalogue import OF_PAPERS, STUDIES
 from normkit_papers.studies.rows import known
@@ -23,8 +22,9 @@ ORIGIN = ("device", "threads", "torch", "torchao", "commit", "command")  # colum
 ROOT = Path(__file__).parents[1]
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 PERCENT = re.compile(r"(?<=\d) %")
-RESULT = re.compile(r"<!-- table (\w+):((?: \w+)+)(?:; (\w+)=([\w .-]+))? -->")  # file: columns; rows with a value
-STUDY = re.compile(r"<!-- study ([\w.-]+) -->")
+# lines that say in a clone where the numbers are, and here give way to a table; file: columns; rows with a value
+RESULT = re.compile(r"^.*<!-- table (\w+):((?: \w+)+)(?:; (\w+)=([\w .-]+))? -->$", re.MULTILINE)
+STUDY = re.compile(r"^.*<!-- study ([\w.-]+) -->$", re.MULTILINE)
 GROUPS = {  # heading of the reference: package of the names below it
     "Models": "normkit.models", "Folding": "normkit.fold", "Removal": "normkit.removal", "Watching": "normkit.watch",
     "Norms": "normkit.norms", "Kernels": "normkit.kernels",
@@ -41,8 +41,11 @@ def _mathml(formula: re.Match[str]) -> str:
     return shown if formula[2] == "(" else f'<div class="formula">{shown}</div>'
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
-    """Put tables of results where a page asks for them."""
+def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
+    """Write the pages that are made of docstrings and tables, and put tables of results where a page asks for them."""
+    made = {"reference": reference, "quantities": quantities, "results": results, "measurements": measured}
+    if page.file.name in made:
+        return made[page.file.name]()
     markdown = STUDY.sub(lambda m: "\n".join(study(m[1])), markdown)
     return RESULT.sub(lambda m: "\n".join(result(m[1], m[2].split(), m[3], m[4])), markdown)
 
@@ -51,14 +54,6 @@ def on_config(config: Any) -> None:
     """List the pages of the norms in the order of NORMS."""
     section = next(entry for entry in config.nav if "Norms" in entry)
     section["Norms"] = [{name: f"norms/{name}.md"} for name in normkit.NORMS] + section["Norms"]
-
-
-def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are made of docstrings and tables."""
-    made = {"reference": reference, "quantities": quantities, "results": results, "measurements": measured}
-    for name, text in ((f"{name}.md", make()) for name, make in made.items()):
-        files.append(File.generated(config, name, content=text))
-    return files
 
 
 def reference() -> str:

@@ -139,14 +139,14 @@ def measure_norms(
         threads: Threads of PyTorch.
 
     Returns:
-        A row for each norm and provider, of forward and backward ("train") and, with frozen statistics, of
-        "inference". `ratio` is to `nn.LayerNorm` in the same round, the median over rounds; `low` and `high` are the
+        A row for each norm and provider, of forward and backward ("train") and of a forward with frozen statistics
+        ("inference"). `ratio` is to `nn.LayerNorm` in the same round, the median over rounds; `low` and `high` are the
         20th and 80th percentile. `noise` is the ratio of `nn.LayerNorm` to itself, `verdict` the reason why the row
         allows none.
 
     Examples:
         >>> [row["norm"] for row in measure_norms(["rms"], 8, 4, rounds=1)]
-        ['nn.LayerNorm', 'rms', 'rms']
+        ['nn.LayerNorm', 'rms', 'rms', 'nn.LayerNorm', 'rms', 'rms']
     """
     kind, table = DTYPES[dtype], []
     torch.manual_seed(0)
@@ -157,10 +157,7 @@ def measure_norms(
         runs = {f"torch {LAYER}": prepare(nn.LayerNorm(dim, device=device, dtype=kind), x, dy)}
         for spec in specs:
             for provider, norm in _providers(spec, dim, compiled).items():
-                if mode == "train" or getattr(norm, "offline", False):
-                    runs[f"{provider} {spec}"] = prepare(norm.to(device, kind), x, dy)
-        if len(runs) == 1:
-            continue
+                runs[f"{provider} {spec}"] = prepare(norm.to(device, kind), x, dy)
         timings = measure(runs, rounds, threads=threads, device=device)
         for run in timings.seconds:
             provider, spec = run.split(" ", 1)

@@ -155,7 +155,7 @@ def list_(_: argparse.Namespace) -> int:
         own = options(name)
         inference = "folds away at inference" if make(name, 16).offline else "stays at inference"
         inference = "folds away with groups=0" if not kind.batch_free and "groups" in own else inference
-        statistics = "statistics of each token or sample" if kind.batch_free else "batch statistics"
+        statistics = "no batch statistics" if kind.batch_free else "batch statistics"
         _write(f"  {name:<11} {kind.__name__}: {statistics}, {inference}")
         text = ", ".join(f"{key}={value!r}" for key, value in own.items() if (key, value) not in common)
         for line in textwrap.wrap(text, 100):
@@ -267,6 +267,8 @@ def bench(given: argparse.Namespace) -> int:
     from normkit.bench import measure_norms
 
     _check_device(given.device)
+    if given.out is not None and (given.out.is_dir() or not given.out.parent.is_dir()):
+        raise ValueError(f"--out {given.out} is no file in a folder that exists; name one such as timings.csv")
     rows = measure_norms(
         given.norms, *given.shape, dtype=given.dtype, rounds=given.rounds, device=given.device,
         compiled=given.compiled, threads=given.threads,

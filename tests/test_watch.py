@@ -394,3 +394,18 @@ def test_the_loss_is_found_in_three_ways():
         assert only(rows, "loss") == pytest.approx([one, (two + three) / 2])
         entropy = [-(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))] * 2
         assert only(rows, "constant_loss") == pytest.approx([] if callable(loss) and loss is not criterion else entropy)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "targets", "constant"),
+    [
+        (nn.MSELoss(), torch.tensor([1.0, 3.0, 5.0, 7.0]), 5.0),
+        (nn.BCEWithLogitsLoss(), torch.tensor([1.0, 0.0, 0.0, 0.0]), -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))),
+        (nn.L1Loss(), torch.ones(4), None), (nn.MSELoss(reduction="sum"), torch.ones(4), None),
+    ],
+)  # fmt: skip
+def test_the_loss_of_a_constant_prediction_is_known_for_numbers_too(criterion, targets, constant):
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 1))
+    with normkit.record(model, every=1, loss=criterion) as rows:
+        criterion(model(torch.randn(4, 4)).flatten(), targets)
+    assert only(rows, "constant_loss") == ([] if constant is None else [pytest.approx(constant)])

@@ -215,6 +215,9 @@ def test_outlier_tokens_are_named_where_they_are():
 NORMS = {"batch": "batch", "un": "un(outlier_filtration=True)", "power": "power", "layer": "layer"}
 
 
+WHOLE = ("loss", "constant_loss", "gradient_norm")
+
+
 def healthy(steps=200):
     """Rows with all that checks need and nothing wrong in them."""
     calm = {"Gamma_bound": 20.0, "tokens": 900.0, "padding": 0.0, "nonfinite": 0.0, "dead": 0.0, "filtered_rate": 0.0}
@@ -222,9 +225,9 @@ def healthy(steps=200):
     calm |= {"skipped": 0.0, "skipped_grad": 0.0, "mask_length": 0.0}
     names = sorted({name for check in CHECKS for name in check.needs.split()})
     for step in range(1, steps + 1, max(1, steps // 6)):
-        yield from (Row(step, "", "", name, 1 / step) for name in ("loss", "gradient_norm"))
+        yield from (Row(step, "", "", name, 1 / step) for name in WHOLE)
         for site, norm in NORMS.items():
-            sited = (name for name in names if name not in ("loss", "gradient_norm"))
+            sited = (name for name in names if name not in WHOLE)
             yield from (Row(step, site, norm, name, calm.get(name, 0.1)) for name in sited)
 
 
@@ -256,6 +259,25 @@ def test_losses_that_came_back_from_a_peak_or_have_one_class():
     assert kinds(rows(risen, 4.2)) == [], "it has learned something meanwhile"
     assert kinds(rows([min(loss, 6.0) for loss in risen], 3.06)) == []
     assert kinds(rows([0.1 / (1 + step) for step in range(15)], 0.0)) == ["loss"]
+    continued = [2.257, 2.36, 2.3, 2.4, 2.31, 2.36, 2.34, 2.35]
+    assert kinds(rows(continued * 2, 3.27)) == [], "a model that was trained before"
+    assert kinds(rows(continued * 2, 2.4)) == ["loss"]
+    assert kinds(rows([*continued, *(2.8 + 0.1 * step for step in range(8))], 3.27)) == ["loss"]
+    assert "constant prediction" in unchecked(Row(step, "", "", "loss", 9.0 / step) for step in range(1, 101, 9))
+
+
+def test_a_norm_whose_gain_stays_zero_passes_nothing_on():
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4))
+    nn.init.zeros_(model[2].weight)
+    found = []
+    for rate in (0.0, 0.1):
+        optimizer = torch.optim.SGD(model.parameters(), rate)
+        with watch.record(model, every=1) as rows:
+            for _ in range(4):
+                (model(torch.randn(8, 4)) - 1).square().sum().backward()
+                optimizer.step()
+        found.append([(finding.kind, finding.where) for finding in diagnose(rows) if finding.kind == "zero gain"])
+    assert found == [[("zero gain", ("2",))], []]
 
 
 def test_rows_and_files_of_rows_are_diagnosed_and_nothing_else(tmp_path):

@@ -15,7 +15,7 @@ from normkit.fold.solve import Solver, smallest_clash
 from normkit.fold.trace import Product, Trace, View
 from normkit.models.third_party import Found
 
-ONLINE = "computes statistics of each token"
+ONLINE = "computes anew for each token"
 
 
 class FoldPlan:
@@ -96,7 +96,7 @@ class FoldPlan:
         if name in self.cancelled:
             online += f", and cancel in {listed(self.cancelled[name])} up to eps (remove_cancelled=True removes them)"
         if not node.offline and node.trivial:
-            return replace(outcome, why=f"{online}; no gain or bias to fold")
+            return replace(outcome, why=f"{online}; its gain and bias, if any, are 1 and 0")
         after = unique(each for stream in streams_of(node.outputs) for each in self._consumers[stream])
         before = unique(each for stream in streams_of(node.inputs) for each in self._producers[stream])
         into = unique([*after, *before])

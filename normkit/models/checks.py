@@ -98,7 +98,10 @@ def norms_with_statistics(model: nn.Module, verb: str) -> dict[str, StatNorm]:
     """Return the norms with running statistics by name; a ValueError if there are none."""
     norms = {name: module for name, module in model.named_modules() if isinstance(module, StatNorm)}
     if not norms:
-        raise ValueError(f"{verb}() found no norm with running statistics; convert to 'un' or another offline norm")
+        raise ValueError(
+            f"{verb}() found no norm of normkit with running statistics; nk.convert(model, 'batch') keeps those of "
+            "PyTorch's BatchNorm, and other norms become 'un' by nk.convert and training"
+        )
     return norms
 
 

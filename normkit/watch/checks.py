@@ -26,6 +26,7 @@ THRESHOLDS: dict[str, Threshold] = {
     "fall": Threshold(0.02, "share of the loss by which it has to fall: from the first steps, or while it is high"),
     "rise": Threshold(1.5, "largest loss over the first, above which a loss near a constant prediction's has diverged"),
     "constant": Threshold(0.95, "loss over that of the best constant prediction, above which nothing was learned"),
+    "trained": Threshold(0.8, "the same ratio, below which a loss that does not fall is that of a trained model"),
     "similarity": Threshold(0.985, "mean cosine between tokens of a sequence, above which they have collapsed"),
     "growth": Threshold(30.0, "rms of a norm's input over the first norm's or over its start, both at least 1"),
     "largest": Threshold(6e4, "largest magnitude, near where float16 ends (65504)"),
@@ -48,11 +49,11 @@ THRESHOLDS: dict[str, Threshold] = {
 LIMITS = {name: threshold.value for name, threshold in THRESHOLDS.items()}
 RECORD = 'record them: nk.record(model, quantities="default"), or papers train --quantities default'
 OFTEN = "record more often (every=, --record-every), or train longer"
-LOSS = "record it: nk.record(model, loss=criterion), the module that the loop calls, or loss=lambda: loss"
-MASK = (
-    "record padding: give the model a norm with a mask, an embedding with padding_idx, or an argument named"
-    " attention_mask or ..._padding_mask, and pass it; a model without padding does not need this check"
+LOSS = (
+    "record it: nk.record(model, loss=criterion), the module of cross-entropy or squared error that the loop calls;"
+    " loss=lambda: loss records the loss alone"
 )
+MASK = "a model without padding needs no more; else pass a mask, or give the embedding its padding_idx"
 
 
 @dataclass(frozen=True)
@@ -134,8 +135,9 @@ def by_site(
 def stalled(recording: Recording) -> dict[str, float]:
     """The losses that show that nothing was learned; empty if the loss falls.
 
-    Three things show it: the loss is that of the first step; it no longer falls where a constant prediction is; or it
-    rose far above its start, and has only come back to a constant prediction.
+    Three things show it: the loss is that of the first step, and not that of a model which was trained before; it no
+    longer falls where a constant prediction is; or it rose far above its start, and has only come back to a constant
+    prediction.
     """
     series = recording.of("loss").get("")
     losses = [loss for _, loss in series.points()] if series else []
@@ -145,7 +147,8 @@ def stalled(recording: Recording) -> dict[str, float]:
     first, end = losses[0], statistics.median(losses[-quarter:])
     before = statistics.median(losses[-2 * quarter : -quarter])
     constant = recording.middle("constant_loss", "")
-    if end > first - LIMITS["fall"] * abs(first):
+    was_trained = max(first, end) < LIMITS["trained"] * constant
+    if end > first - LIMITS["fall"] * abs(first) and not was_trained:
         return {"loss": end, "first": first}
     if end > LIMITS["constant"] * constant and end > before - LIMITS["fall"] * abs(before):
         return {"loss": end, "constant": constant}
@@ -163,13 +166,14 @@ def loss(check: Check, recording: Recording) -> list[Finding]:
     numbers = stalled(recording)
     if not numbers:
         return []
-    like = "{constant:.4g} is what a constant prediction has" if "constant" in numbers else "it began at {first:.4g}"
-    like += ", and it rose to {peak:.4g}" if "peak" in numbers else ""
+    message = "the loss does not fall: {loss:.4g} at the end, it began at {first:.4g}"
+    if "constant" in numbers:
+        message = "the loss is that of a constant prediction: {loss:.4g} at the end, {constant:.4g} for a constant"
+    message += ", and it rose to {peak:.4g}" if "peak" in numbers else ""
     advice = (
-        "try a tenth and ten times the learning rate; see that inputs and targets belong together, and that the"
-        " optimizer has the parameters of the converted model"
+        "try a tenth and ten times the learning rate; see that inputs and targets belong together, that the optimizer"
+        " has the parameters of the converted model, and that the loss is divided where gradients are accumulated"
     )
-    message = "the loss does not fall: {loss:.4g} at the end, " + like
     found = [Finding(check.kind, ("",), message.format(**numbers), numbers, advice)]
     levels = {site: each.middle() for site, each in recording.of("rms").items() if each.late()}
     first = next(iter(levels.values()), 0.0)
@@ -208,7 +212,7 @@ def bad_batches(check: Check, recording: Recording) -> list[Finding]:
         overflow = half and (finite or dict(half.get(first, Series("", [], [])).points()).get(step, 0) > 0)
         what = "values exceed float16" if overflow else "values that are not finite"
         message = f"{format_sites(bad, recording)}: {what}, first at step {step}, from {first} on"
-        advice = "use bfloat16 or float32" if overflow else "a NaN batch, or a diverged run"
+        advice = "use bfloat16 or float32" if overflow else "look at this batch, else lower the learning rate"
         found.append(Finding("overflow" if overflow else "nan", tuple(bad), message, {**bad, "step": step}, advice))
     gaps = {site: each.last() for name in ("gap_quadratic", "gap_batch") for site, each in recording.of(name).items()}
     recovered = {site for site, each in series.items() if each.last() == 0}
@@ -249,6 +253,15 @@ def large_values(check: Check, recording: Recording) -> list[Finding]:
     hit = {site: top for site, each in check.series(recording).items() if site in half and (top := each.top())}
     hit = {site: top for site, top in hit.items() if top > LIMITS["largest"]}
     return check.findings(recording, hit, "values up to {0:.3g}", "float16 ends at 65504, use bfloat16 or float32")
+
+
+def dead_channels(check: Check, recording: Recording) -> list[Finding]:
+    """Find channels that are zero in every step, and norms in which many are zero in each batch."""
+    zero, advice = _above(0, check.series(recording), Series.last), "look for masks, or activations that died"
+    found = check.findings(recording, zero, "channels that were zero in every step: {0:.0f}", advice)
+    dead = {site: share for site, share in _above(LIMITS["dead"], recording.of("dead")).items() if site not in zero}
+    message = "{percent:.0f} % of the channels are zero in every token of a batch"
+    return found + check.findings(recording, dead, message, advice)
 
 
 def spike(series: Series) -> float:
@@ -365,20 +378,20 @@ def _of_batches(norm: Traits) -> bool:
 
 
 CHECKS = (
+    Check("loss", loss, "loss", None, 4, 100, LOSS),
+    Check("constant prediction", lambda check, recording: [], "constant_loss", None, how=LOSS),  # part of "loss"
     *(Check("nan", by_site(
         0, f"{{0:.0f}} {passes} were not finite or all padding and moved no statistics",
         "look for NaN or infinity in the data, then lower the learning rate", number=Series.top),
         quantity, _of_batches, how="")
       for quantity, passes in (("skipped", "forwards"), ("skipped_grad", "backwards"))),
     Check("nan", bad_batches, "nonfinite", _any),
-    Check("loss", loss, "loss", None, 4, 100, LOSS),
     Check("collapsed tokens", collapse, "similarity", _any, 2, LIMITS["steps"], how=""),
     Check("large values", large_values, "largest overflow", _any, how=""),
-    Check("dead channels", by_site(
-        0, "channels that were zero in every step: {0:.0f}", "look for masks, or activations that died",
-        number=Series.last), "zero_channels", _any, 2),
-    Check("dead channels", by_site(
-        LIMITS["dead"], "{percent:.0f} % of the channels are zero in every token of a batch"), "dead", _any, 2),
+    Check("dead channels", dead_channels, "zero_channels dead", _any, 2),
+    Check("zero gain", by_site(
+        1e-30, "the gain is zero in every channel, so the norm passes nothing on", "train it, or start it at 1",
+        number=Series.last, below=True), "gamma_over_psi_max", _any, 2, how=""),
     Check("gradient spikes", by_site(
         LIMITS["spike"], "the gradient spikes to {0:.3g}x its median", "clip it, warm up longer, or use pre-norm",
         number=spike), "gradient_norm", None, 4),

@@ -233,6 +233,7 @@ class LossMeter:
         self.count = 0
         self.frequencies: Tensor | None = None  # [classes], of all targets so far
         self.smoothing = 0.0
+        self.moments: Tensor | None = None  # of targets that are numbers: count, sum, sum of squares
 
     def add(self, loss: Tensor | float) -> None:
         """Add the loss of a step."""
@@ -248,6 +249,18 @@ class LossMeter:
         self.frequencies = old.to(targets.device).index_add(0, torch.where(real, targets, 0).long(), real.float())
         self.smoothing = smoothing
 
+    def add_shares(self, targets: Tensor) -> None:
+        """Count targets between 0 and 1, as of binary cross-entropy."""
+        ones = targets.detach().double().sum()
+        counts = torch.stack([targets.numel() - ones, ones]).float()
+        self.frequencies = counts if self.frequencies is None else self.frequencies.to(counts.device) + counts
+
+    def add_numbers(self, targets: Tensor) -> None:
+        """Add targets of a squared error."""
+        targets = targets.detach().double()
+        sums = torch.stack([torch.ones_like(targets).sum(), targets.sum(), targets.square().sum()])
+        self.moments = sums if self.moments is None else self.moments.to(sums.device) + sums
+
     def take(self) -> Fields:
         """Return the mean loss since the last time; empty without one."""
         if self.total is None:
@@ -258,6 +271,9 @@ class LossMeter:
             share = self.frequencies / self.frequencies.sum().clamp(min=1)
             share = torch.lerp(share, torch.full_like(share, 1 / len(share)), self.smoothing)
             fields["constant_loss"] = torch.special.entr(share).sum()
+        if self.moments is not None:
+            mean, square = self.moments[1:] / self.moments[0].clamp(min=1)
+            fields["constant_loss"] = (square - mean.square()).clamp(min=0).float()
         return fields
 
 

@@ -50,9 +50,10 @@ def record(
         model: Any model with norms.
         every: Training forwards from one measurement to the next; 25 keeps the cost below 3 % of most steps.
         quantities: Names from `normkit.watch.QUANTITIES`, "default" (all but the expensive ones) or "all".
-        loss: The module that computes the loss, such as `nn.CrossEntropyLoss()`: its outputs in training are recorded,
-            and what a constant prediction would reach. Or a function without arguments that returns the loss of the
-            last step: `lambda: loss`. A model whose output has a `loss`, as in transformers, needs neither.
+        loss: The module that the loop calls, such as `nn.CrossEntropyLoss()`: its outputs in training are recorded, and
+            what a constant prediction would reach (also of `nn.NLLLoss`, `nn.MSELoss`, `nn.BCEWithLogitsLoss`), without
+            which some faults cannot be seen. Or a function without arguments that returns the loss of the last step:
+            `lambda: loss`. A model whose output has a `loss`, as in transformers, needs neither.
         to: CSV file that rows are appended to, or a function that takes them; see `Rows`.
         keep: Number of rows held in memory.
 
@@ -205,11 +206,18 @@ class Recorder:
         if not self.model.training or not isinstance(output, Tensor) or torch.compiler.is_compiling():
             return
         self.add_loss(output)
-        if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) and criterion.reduction == "mean":
-            logits, targets = args
-            if criterion.weight is None and logits.dim() > 1 and not targets.is_floating_point():
-                smoothing = getattr(criterion, "label_smoothing", 0.0)
-                self.losses.add_targets(targets, logits.shape[1], criterion.ignore_index, smoothing)
+        weighted = any(getattr(criterion, name, None) is not None for name in ("weight", "pos_weight"))
+        if len(args) != 2 or weighted or getattr(criterion, "reduction", "") != "mean":
+            return
+        given, targets = args
+        classes = isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) and not targets.is_floating_point()
+        if isinstance(criterion, nn.MSELoss):
+            self.losses.add_numbers(targets)
+        elif isinstance(criterion, nn.BCELoss | nn.BCEWithLogitsLoss):
+            self.losses.add_shares(targets)
+        elif classes and given.dim() > 1:
+            smoothing = getattr(criterion, "label_smoothing", 0.0)
+            self.losses.add_targets(targets, given.shape[1], criterion.ignore_index, smoothing)
 
     # -- samples ------------------------------------------------------------------------------------------------------
 

@@ -194,6 +194,7 @@ class Appender:
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is no file; name a file for the rows")
         self.path = path.absolute()  # the program may change its folder
+        self.path.open("ab").close()  # an OSError now, not after the training
         if self._size():
             with open_regular(path) as file:
                 if not file.readline().decode("utf8", "replace").startswith(HEAD):
