@@ -2,9 +2,9 @@
 
     python benchmarks/un_table8.py [--scale pocket] [--rounds 60] [--out papers/results/un.table8.csv]
 
-Swin-T classifies images of 224 x 224; Mask R-CNN finds objects in them, at scale pocket with the small Swin of our
-other tables. Weights are random; models run eagerly in float32, LN and UN by turns. Memory is what a call allocates at its
-peak.
+Swin-T classifies images of 224 x 224. Mask R-CNN finds objects in them, at scale pocket with the small Swin of our
+other tables. Weights are random. Models run eagerly in float32, LN and UN by turns. Memory is what a call allocates at
+its peak.
 """
 
 import argparse
