@@ -51,7 +51,7 @@ RECORD = 'record them: nk.record(model, quantities="default"), or papers train -
 OFTEN = "record more often (every=, --record-every), or train longer"
 LOSS = (
     "record it: nk.record(model, loss=criterion), the module of cross-entropy or squared error that the loop calls;"
-    " loss=lambda: loss records the loss alone"
+    " loss=lambda: loss records the loss alone; in Lightning Watch(loss='criterion')"
 )
 MASK = "a model without padding needs no more; else pass a mask, or give the embedding its padding_idx"
 

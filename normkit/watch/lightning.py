@@ -46,6 +46,8 @@ class Watch(lightning.Callback):
         log_every: Batches from one call of the loggers to the next.
         keep: Number of rows held in memory.
         part: Name of the submodule to record; by default the whole LightningModule.
+        loss: Name of the submodule that computes the loss, as for `normkit.record`; by default the loss that
+            `training_step` returns is recorded, alone.
 
     Attributes:
         rows: The rows recorded, also after the end.
@@ -61,8 +63,9 @@ class Watch(lightning.Callback):
         log_every: int = 500,
         keep: int = 200_000,
         part: str = "",
+        loss: str = "",
     ):
-        self.every, self.quantities, self.to, self.keep, self.part = every, quantities, to, keep, part
+        self.every, self.quantities, self.to, self.keep, self.part, self.loss = every, quantities, to, keep, part, loss
         self.logged, self.log_every = frozenset(log), log_every  # Lightning sets `log` of a callback
         self.rows = Rows()
         self._recorder: Recorder | None = None
@@ -73,7 +76,8 @@ class Watch(lightning.Callback):
         """Begin with a new file, or, in a resumed run, with the old one up to the checkpoint."""
         step = self._resumed.get("step", 0)
         model, sink = pl_module.get_submodule(self.part), self._sink(trainer)
-        recorder = Recorder(model, self.every, self.quantities, to=sink, keep=self.keep, start=step)
+        loss = pl_module.get_submodule(self.loss) if self.loss else None
+        recorder = Recorder(model, self.every, self.quantities, loss=loss, to=sink, keep=self.keep, start=step)
         if self.to is not None and trainer.is_global_zero:  # after all checks
             truncate_file(Path(self.to), self._resumed.get("bytes"))
         self._recorder = recorder
@@ -94,7 +98,7 @@ class Watch(lightning.Callback):
         if self._recorder is not None:
             self._recorder.end_forward()
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-            if loss is not None:
+            if loss is not None and not self.loss:
                 self._recorder.add_loss(loss * trainer.accumulate_grad_batches)  # which Lightning has divided by
             if self._recorder.step % self.log_every == 0:
                 self.rows.flush()

@@ -105,3 +105,15 @@ def test_the_loss_of_each_step_is_recorded(tmp_path):
         batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
         assert losses[0] == pytest.approx(float(Module().training_step(batch, 0)), rel=1e-5)
     assert len(losses) == 4
+
+
+def test_a_named_module_gives_the_loss_and_that_of_a_constant(tmp_path, monkeypatch):
+    monkeypatch.setattr(Module, "criterion", nn.MSELoss(), raising=False)
+    monkeypatch.setattr(Module, "training_step", lambda self, x, _: self.criterion(self.norm(self.line(x)), x) * 2)
+    callback = Watch(every=1, quantities=["loss", "constant_loss"], loss="criterion")
+    fit(callback, 2, tmp_path, False)
+    batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    losses, constants = ([row.value for row in callback.rows if row.quantity == name] for name in callback.quantities)
+    with torch.no_grad():
+        assert losses[0] == pytest.approx(float(Module().training_step(batch, 0)) / 2, rel=1e-5)
+    assert constants == pytest.approx([float(batch.var(correction=0))] * 2)
