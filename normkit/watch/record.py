@@ -210,12 +210,12 @@ class Recorder:
         if len(args) != 2 or weighted or getattr(criterion, "reduction", "") != "mean":
             return
         given, targets = args
-        classes = isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) and not targets.is_floating_point()
+        classes = given.dim() > 1 and not targets.is_floating_point()
         if isinstance(criterion, nn.MSELoss):
             self.losses.add_numbers(targets)
         elif isinstance(criterion, nn.BCELoss | nn.BCEWithLogitsLoss):
             self.losses.add_shares(targets)
-        elif classes and given.dim() > 1:
+        elif classes and isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
             smoothing = getattr(criterion, "label_smoothing", 0.0)
             self.losses.add_targets(targets, given.shape[1], criterion.ignore_index, smoothing)
 
