@@ -1,4 +1,4 @@
-"""Table 8 of Unified Normalization: memory and throughput at inference, with LayerNorm and with UN folded.
+"""Table 8 of Unified Normalization: memory and throughput at inference, LN against UN folded.
 
     python benchmarks/un_table8.py [--scale pocket] [--rounds 60] [--out papers/results/un.table8.csv]
 

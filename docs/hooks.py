@@ -42,7 +42,7 @@ def _mathml(formula: re.Match[str]) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
-    """Write the pages that are made of docstrings and tables, and put tables of results where a page asks for them."""
+    """Write pages of docstrings and tables, and put tables of results where a page asks for them."""
     made = {"reference": reference, "quantities": quantities, "results": results, "measurements": measured}
     if page.file.name in made:
         return made[page.file.name]()

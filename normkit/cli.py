@@ -37,9 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             import_module(name)
         return given.run(given)
     except KeyboardInterrupt:
-        resumes = "remove-norms" in (sys.argv if arguments is None else arguments)
-        more = "; the same command with --resume continues" if resumes else ""
-        return _complain(f"interrupted{more}", INTERRUPTED)
+        return _complain("interrupted", INTERRUPTED)
     except BrokenPipeError:  # the reader of our output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -198,11 +196,17 @@ def remove_norms(given: argparse.Namespace) -> int:
     norms go.
     """
     from normkit.removal.folders import Settings, remove_norms_dir
+    from normkit.removal.state import STATE
 
     _check_device(given.device)
     names = ("text", "second", "steps", "budget", "length", "lr", "multiply_adds", "device", "seed")
     settings = Settings(**{name: getattr(given, name) for name in names})
-    found = remove_norms_dir(given.model, given.out, settings, resume=given.resume, on_progress=Progress())
+    try:
+        found = remove_norms_dir(given.model, given.out, settings, resume=given.resume, on_progress=Progress())
+    except KeyboardInterrupt:
+        saved = (given.out / STATE).is_dir()  # training saves now and then, a budget nothing
+        how = "the same command with --resume continues" if saved else "nothing was saved yet, so begin again"
+        return _complain(f"interrupted; {how}", INTERRUPTED)
     _write(f"{found}\n\nsaved to {given.out}")
     return 0
 

@@ -45,15 +45,16 @@ def test_norms_of_an_imported_file_are_listed(capsys, tmp_path):
     assert main(["list", "--import", str(tmp_path / "other.py")]) == 2
 
 
-def test_an_interrupted_removal_says_how_to_go_on(capsys, monkeypatch):
-    def interrupt(given):
-        """Stop at once."""
+@pytest.mark.parametrize("saved", [True, False])
+def test_an_interrupted_removal_says_how_to_go_on(capsys, monkeypatch, tmp_path, saved):
+    def interrupt(*args, **kwargs):
+        if saved:
+            (tmp_path / ".removal").mkdir()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("normkit.cli.remove_norms", interrupt)
-    monkeypatch.setattr("sys.argv", ["normkit", "remove-norms", "model", "--text", "text", "--out", "out"])
-    assert main() == 130
-    assert "--resume" in capsys.readouterr().err
+    monkeypatch.setattr("normkit.removal.folders.remove_norms_dir", interrupt)
+    assert main(["remove-norms", "model", "--text", "text", "--out", str(tmp_path)]) == 130
+    assert ("--resume" in capsys.readouterr().err) == saved
 
 
 def test_bench_writes_its_rows(capsys, tmp_path):
@@ -69,6 +70,7 @@ def test_bench_writes_its_rows(capsys, tmp_path):
     [
         (["lsit"], "lsit"), ([], "COMMAND"), (["bench"], "NORM"), (["bench", "laier"], "laier"),
         (["bench", "un", "--shape", "8"], "'8'"), (["bench", "un", "--rounds", "0"], "'0'"),
+        (["bench", "un", "--out", "nowhere/t.csv"], "nowhere"),
         (["bench", "un", "--dtype", "int8"], "int8"), (["audit", "nowhere"], "nowhere"), (["fold", "nowhere"], "--out"),
         (["diagnose", "nowhere"], "nowhere"),
         (["bench", "un", "--norms"], "normkit bench --help"),

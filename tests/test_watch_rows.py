@@ -1,6 +1,7 @@
 """Files of rows, several processes, and inputs that are rare in training."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,6 +143,9 @@ def test_a_path_for_rows_is_checked_first_and_stays(tmp_path, monkeypatch):
     for path in ("folder.csv", "other.csv"):
         with pytest.raises(ValueError, match=path):
             Appender(path)
+    if Path("/proc/self").exists():  # a folder in which nobody can make a file
+        with pytest.raises(OSError, match="rows"):
+            Appender("/proc/rows.csv")
     model = nn.Sequential(nn.LayerNorm(4))
     with record(model, every=1, to="rows.csv"):
         monkeypatch.chdir(tmp_path / "folder.csv")

@@ -15,7 +15,7 @@ from normkit.fold.solve import Solver, smallest_clash
 from normkit.fold.trace import Product, Trace, View
 from normkit.models.third_party import Found
 
-ONLINE = "computes anew for each token"
+ONLINE = "is computed for each token"
 
 
 class FoldPlan:

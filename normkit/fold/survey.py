@@ -331,7 +331,8 @@ def _has_loader(model: nn.Module, found: dict[str, Found]) -> bool:
 
 def without_cache(given: Call, model: nn.Module) -> tuple[Call, tuple[str, ...]]:
     """Add `use_cache=False` where a model takes it; also return what was added, in words."""
-    has_cache = any(given.kwargs.get(name) is not None for name in ("past_key_values", "cache_params", "use_cache"))
+    names = ("cache", "past_key_values", "cache_params", "use_cache")
+    has_cache = any(given.kwargs.get(name) is not None for name in names)
     without = Call(given.args, {**given.kwargs, "use_cache": False})
     with contextlib.suppress(TypeError):
         inspect.signature(model.forward).bind_partial(*without.args, **without.kwargs)  # not given by position

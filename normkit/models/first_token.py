@@ -1,5 +1,6 @@
 """A constant first token, and clamps, for causal models whose tokens differ much in size."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -26,15 +27,16 @@ def begin(module, args, kwargs):
     """Put the constant keys and values before those of a text; shift masks and positions."""
     from transformers import DynamicCache
 
-    names = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds")
+    names = list(inspect.signature(module.forward).parameters)
     given = {**kwargs, **dict(zip(names, args, strict=False))}
-    cache, ids = given.get("past_key_values"), given.get("input_ids")
-    cache = DynamicCache(config=module.config) if cache is None else cache
+    caches = [given.pop(name, None) for name in ("cache", "past_key_values")]  # transformers 5.24 renamed it
+    cache = next((each for each in caches if each is not None), None)
+    cache, ids = DynamicCache(config=module.config) if cache is None else cache, given.get("input_ids")
     if cache.get_seq_length() == 0:
-        size = len(given["inputs_embeds"] if ids is None else ids)
+        size = (given["inputs_embeds"] if ids is None else ids).shape[0]  # len() would fix it in an export
         for layer, pair in enumerate(zip(module.first_keys, module.first_values, strict=True)):
             cache.update(*(each.expand(size, -1, -1, -1) for each in pair), layer)
-    given["past_key_values"] = cache
+    given["cache" if "cache" in names else "past_key_values"] = cache
     if (mask := given.get("attention_mask")) is not None:
         given["attention_mask"] = torch.cat([torch.ones_like(mask[:, :1]), mask], 1)
     if given.get("position_ids") is not None:
@@ -62,7 +64,8 @@ def put_first_token(model: Any, keys: Tensor, values: Tensor) -> None:
 def keep_first_token(model: Any, token: int) -> None:
     """Let every text of a causal model begin with one token, in place."""
     device = next(model.parameters()).device
-    layers = model(torch.tensor([[token]], device=device), use_cache=True).past_key_values.layers
+    found = model(torch.tensor([[token]], device=device), use_cache=True)
+    layers = (found["cache"] if "cache" in found else found["past_key_values"]).layers
     if any(getattr(layer, "keys", None) is None for layer in layers):
         raise ValueError(f"{type(model).__name__} has layers without keys; a first token can stay in attention alone")
     put_first_token(model, *(torch.stack([getattr(x, k) for x in layers]) for k in ("keys", "values")))

@@ -37,6 +37,7 @@ LOAD = '''"""Load the folded model of this folder: python -c "import load; model
 AutoModel and SentenceTransformer run this file with trust_remote_code=True.
 """
 
+import inspect
 import pathlib
 from typing import Any
 

@@ -131,7 +131,9 @@ def seen(
 
 
 PLAIN = (str, bytes, int, float, bool, torch.dtype, type, torch.SymInt, torch.SymFloat, torch.SymBool)
-PLAIN_OPTIONS = ("past_key_values", "inputs_embeds", "position_ids", "head_mask", "use_cache", "return_dict", "output_")
+PLAIN_OPTIONS = (
+    "cache", "past_key_values", "inputs_embeds", "position_ids", "head_mask", "use_cache", "return_dict", "output_",
+)  # fmt: skip
 
 
 def advice(model: nn.Module, given: Call) -> str:

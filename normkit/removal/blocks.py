@@ -19,7 +19,7 @@ from normkit.removal.distill import train
 from normkit.removal.large_tokens import place_of
 
 FITTED = 8  # batches that norms outside of blocks are fitted to
-CACHES = ("past_key_values", "past_key_value", "layer_past")  # arguments of a block that a call changes
+CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")  # arguments of a block that a call changes
 
 
 class Row(NamedTuple):

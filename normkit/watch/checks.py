@@ -161,14 +161,16 @@ def loss(check: Check, recording: Recording) -> list[Finding]:
     """Find a loss that does not fall, and inputs that grow over the layers or the steps meanwhile."""
     constant = recording.of("constant_loss").get("")
     if constant and constant.top() == 0:
-        message = "all targets are one class, or ignored: nothing can be learned"
+        message = "all targets are alike, or ignored: nothing can be learned"
         return [Finding(check.kind, ("",), message, {"constant": 0.0}, "look at the data")]
     numbers = stalled(recording)
     if not numbers:
         return []
     message = "the loss does not fall: {loss:.4g} at the end, it began at {first:.4g}"
     if "constant" in numbers:
-        message = "the loss is that of a constant prediction: {loss:.4g} at the end, {constant:.4g} for a constant"
+        message = (
+            "the loss is no better than a constant prediction's: {loss:.4g} at the end, {constant:.4g} for a constant"
+        )
     message += ", and it rose to {peak:.4g}" if "peak" in numbers else ""
     advice = (
         "try a tenth and ten times the learning rate; see that inputs and targets belong together, that the optimizer"

@@ -251,13 +251,13 @@ class LossMeter:
 
     def add_shares(self, targets: Tensor) -> None:
         """Count targets between 0 and 1, as of binary cross-entropy."""
-        ones = targets.detach().double().sum()
-        counts = torch.stack([targets.numel() - ones, ones]).float()
+        ones = targets.detach().float().sum()
+        counts = torch.stack([targets.numel() - ones, ones])
         self.frequencies = counts if self.frequencies is None else self.frequencies.to(counts.device) + counts
 
     def add_numbers(self, targets: Tensor) -> None:
         """Add targets of a squared error."""
-        targets = targets.detach().double()
+        targets = targets.detach().to(torch.float32 if targets.device.type == "mps" else torch.float64)
         sums = torch.stack([torch.ones_like(targets).sum(), targets.sum(), targets.square().sum()])
         self.moments = sums if self.moments is None else self.moments.to(sums.device) + sums
 

@@ -102,8 +102,9 @@ def _not_checked(how: str, entries: Sequence[tuple[Check, str, tuple[str, ...]]]
     steps, samples = (max(getattr(check, name) for check, *_ in entries) for name in ("steps", "samples"))
     needed = f"{steps:g} steps and {samples} samples" if steps else f"{samples} samples"
     end = recording.last_step()
-    have = [len(s.values) for name in entries[0][0].needs.split() for s in recording.of(name).values()]
-    ends = f"the rows end at step {end}, with {min(have, default=0)}"
+    series = (recording.of(name).get(site) for check, site, _ in entries for name in check.needs.split())
+    have = min((len(each.values) for each in series if each), default=0)
+    ends = f"the rows end at step {end}, with {have} samples"
     why = f"{', '.join(names)} not recorded" if names else f"needs {needed}; {ends}"
     where = f" at {format_sites(sites, recording)}" if any(sites) else ""
     return Finding(NOT_CHECKED, tuple(sites), f"{', '.join(kinds)}: {why}{where}; {how}", {})

@@ -73,8 +73,8 @@ def fold_and_time(folders: Sequence[Path], rounds: int = ROUNDS) -> None:
         found[chosen]["fold"] |= {"max_error": report.max_error, "native_error": report.native_error}
         found[chosen]["scores"]["folded"] = open_task(folded).score_test()
     seconds, obstacle = _time(models, rounds)
-    for place, model in models.items():
-        size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    for place in models:
+        size = (place / "model.safetensors").stat().st_size
         fold = found[chosen if place not in found else place]["fold"]  # type: ignore[index]
         kind = "folded" if place not in found else "trained"
         fold |= {f"seconds_{kind}": seconds[place], f"megabytes_{kind}": size / 1e6, "obstacle": obstacle}
