@@ -184,6 +184,7 @@ def fold(given: argparse.Namespace) -> int:
     """
     from normkit.fold.folders import fold_dir
 
+    Progress()("reading the model, then folding and comparing", 0, 1, math.nan)
     _write(f"{fold_dir(given.model, given.out, given.untie)}\nsaved to {given.out}")
     return 0
 
@@ -201,8 +202,10 @@ def remove_norms(given: argparse.Namespace) -> int:
     _check_device(given.device)
     names = ("text", "second", "steps", "budget", "length", "lr", "multiply_adds", "device", "seed")
     settings = Settings(**{name: getattr(given, name) for name in names})
+    progress = Progress()
+    progress("reading model and text", 0, 1, math.nan)
     try:
-        found = remove_norms_dir(given.model, given.out, settings, resume=given.resume, on_progress=Progress())
+        found = remove_norms_dir(given.model, given.out, settings, resume=given.resume, on_progress=progress)
     except KeyboardInterrupt:
         saved = (given.out / STATE).is_dir()  # training saves now and then, a budget nothing
         how = "the same command with --resume continues" if saved else "nothing was saved yet, so begin again"
@@ -237,6 +240,7 @@ def export(given: argparse.Namespace) -> int:
     from normkit.models import export
     from normkit.models.huggingface import load_pretrained
 
+    Progress()("loading the model, then tracing, writing and running it", 0, 1, math.nan)
     model = load_pretrained(given.model)
     found = export(model, given.out, int8=given.int8, **example_for(model))
     _write(str(found))

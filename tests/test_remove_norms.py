@@ -338,7 +338,7 @@ def test_a_tenth_of_a_text_is_held_out(number):
     ("model", "words", "message"),
     [("org/name", [], "hf download org/name"), ("model", ["--text", "wikitext-2"], "--text wikitext-2"),
      ("model", ["--out", "model"], "model itself"), ("model", ["--resume"], "--resume"),
-     ("model", ["--text", "short.txt"], "too short"), ("model", ["--length", "9999"], "9999")],
+     ("model", ["--text", "short.txt"], "give more lines"), ("model", ["--length", "9999"], "9999")],
 )  # fmt: skip
 def test_bad_input_is_one_line_with_a_remedy(model, words, message, text, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

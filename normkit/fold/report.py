@@ -78,6 +78,8 @@ class Audit:
         """Numbers of norms, and what was taken as given."""
         gains, known = self.count("gain folded"), [f"{self.foldable} norms fold away"]
         known += [f"{gains} that stay lose their gain"] * bool(gains)
+        left = self.count("multiply-add", "add")
+        known += [f"{left} become{'s' if left == 1 else ''} a multiply-add"] * bool(left)
         known += [f"{self.untied:,} added by untying"] * bool(self.untied)
         notes = {
             "called with": self.added,
@@ -120,8 +122,8 @@ class Report(Audit):
         zero += f"\nwithout the norms that others cancel {self.eps_error:.1e}, by eps" * bool(self.eps_error)
         text = (
             f"{super().summary}\ncompared on: {'; '.join(self.tried)}\n"
-            f"largest error {self.max_error:.1e} in float64, {self.native_error:.1e} in the model's own type{zero}\n"
-            f"{self.saved:,} parameters saved"
+            f"largest error {self.max_error:.1e} in float64, {self.native_error:.1e} once rounded to the model's type"
+            f"{zero}\n{self.saved:,} parameters saved"
         )
         if self.largest_factor > UNEVEN:
             text += (

@@ -68,6 +68,7 @@ def _compiled(compiler: list[str], arguments: list[str]) -> Path:
     if not path.exists():
         with _alone(path):
             if not path.exists():
+                sys.stderr.write("normkit: compiling its C++ kernels, once on a machine\n")
                 _compile([*compiler, *arguments], path)
     return path
 

@@ -4,6 +4,8 @@ import contextlib
 import inspect
 import io
 import logging
+import os
+import re
 import tempfile
 import warnings
 from collections import Counter
@@ -133,9 +135,9 @@ def export(
     path = as_path(path, "path")
     if path.suffix not in (".onnx", ".pt2"):
         raise ValueError(f"export() writes .onnx or .pt2 by the ending of the path; got {path.name!r}")
-    if not path.parent.is_dir() or path.is_dir():
-        what = "is a folder; name a file" if path.is_dir() else "is in no folder; make it first, or name another"
-        raise ValueError(f"export() writes a file, and {path} {what}")
+    if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
+        what = "is in no folder; make it first" if not path.parent.is_dir() else "is in a folder that takes no files"
+        raise ValueError(f"export() writes a file, and {path} {'is a folder' if path.is_dir() else what}; name another")
     if path.suffix == ".pt2" and (int8 is not None or fuse_attention):
         option = "int8" if int8 is not None else "fuse_attention"
         raise ValueError(f"export({option}=) writes .onnx; got {path.name!r}")
@@ -239,8 +241,14 @@ def open_axes(given: tuple[Tensor, ...], tokens: bool = True) -> Any:
 
 def program_of(model: nn.Module, *example: Tensor, dynamic_shapes: Any = None) -> torch.export.ExportedProgram:
     """Return the `torch.export` program of a model."""
-    with torch.no_grad():
-        return torch.export.export(model, example, dynamic_shapes=dynamic_shapes, strict=False)
+    try:
+        with torch.no_grad():
+            return torch.export.export(model, example, dynamic_shapes=dynamic_shapes, strict=False)
+    except Exception as error:
+        if type(error).__name__ != "UserError":  # what PyTorch says of the model, at length
+            raise
+        why = re.split(r"[!\n]", str(error))[0]
+        raise ValueError(f"torch.export cannot follow this model ({why}); dynamic=False may help") from error
 
 
 def operations_of(program: torch.export.ExportedProgram) -> dict[str, int]:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from normkit._util import is_int, is_number, require, require_functions
+from normkit._util import is_int, is_number, require, require_functions, warn
 from normkit.fold import Report
 from normkit.fold import fold as fold_model
+from normkit.fold.report import UNEVEN
 from normkit.models import calibrate, convert, find
 from normkit.models.checks import check_not_meta, check_not_wrapped
 from normkit.models.invoke import Call, Forward, Pick, arguments, call, check_batches
@@ -86,7 +87,7 @@ class Removal:
                 f"{self.stay}"
             )
         learned = self.scores["without norms"] < self.scores["fitted"]
-        text = f"The rise is {self.rise:.2g}. "
+        text = f"The score is {abs(self.rise):.2g} {'worse' if self.rise > 0 else 'better'} than the original's. "
         text += (
             f"More steps than {self.steps} lower it."
             if learned
@@ -229,6 +230,14 @@ def remove_norms(
         inplace=True,
     )  # fmt: skip
     scores["fitted"] = scored(converted)
+    progress("folding once, before the training", 0, 1)  # what fails there fails now, not in an hour
+    trial = copy.deepcopy(converted)
+    clamps_first(trial)
+    if (factor := folding(trial)[1].largest_factor) > UNEVEN:
+        warn(
+            f"without its norms this model's weights have factors up to {factor:.1g}, as post-norm models do; if you "
+            "need float16 or 8-bit integers, begin again with multiply_adds (--multiply-adds)"
+        )
     if clamp and loss is None and frozen and blocks_of(teacher, first[0], forward):
         train_blocks(
             converted, teacher, list(islice(data, min(steps, IN_MEMORY))), steps=steps, lr=lr or BLOCK_LR, seed=seed,

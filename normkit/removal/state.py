@@ -16,6 +16,8 @@ def check_out(path: Path, out: Path, resume: bool) -> None:
     """Raise a ValueError unless a removal can begin, or continue, in a folder."""
     if out.resolve() == path.resolve():
         raise ValueError(f"{out} is the model itself, which is kept; name another folder")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file; name a folder")
     left = {file.name for file in out.iterdir()} - {".lock"} if out.is_dir() else set()
     if STATE in left and not resume:
         raise ValueError(f"{out} holds an interrupted removal; continue it with --resume, or delete it")

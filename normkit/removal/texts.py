@@ -90,8 +90,8 @@ class Texts:
             self.items = [part for line in lines for part in re.split(r"(?<=[.!?])\s+", line.strip()) if part]
         needed = length + 1 if causal else ROWS
         if len(self.items) < needed:
-            unit = "tokens" if causal else "sentences"
-            raise ValueError(f"{name} is too short: {len(self.items)} {unit} of at least {needed}; give more lines")
+            unit = "token(s)" if causal else "sentence(s)"
+            raise ValueError(f"{name} has {len(self.items)} {unit}, and {needed} are needed; give more lines")
 
     def training(self, seed: int) -> Iterator[dict[str, Tensor]]:
         """Yield batches without end, each of texts of about one length between 8 tokens and the longest."""

@@ -31,6 +31,7 @@ from normkit_papers.train.config import Run
 from normkit_papers.train.folder import Locked, differences
 
 REFRESH = 0.5  # seconds between two readings of the notes
+LOGGED = 60.0  # seconds between two lines for each run in training, where the output is no terminal
 LOCAL_MEMORY = 100 * 2**20  # bytes that a local Ray reserves for results; ours are small
 ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -210,6 +211,7 @@ class Display:
         self.notes, self.ended = Path(self._folder.name), dict[Path, str]()
         self._bars = progress_bars(console)
         self._rows: dict[Path, TaskID] = {}  # of the notes
+        self._logged = time.monotonic()
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._keep_following, daemon=True)
         self._all = self._bars.add_task("runs", total=total, state="")
@@ -230,20 +232,27 @@ class Display:
         while not self._closed.wait(REFRESH):
             self.follow()
 
+    def _print(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
     def follow(self) -> None:
         """Show the notes that workers have written since the last time."""
         with self._lock:
+            log = not self.console.is_terminal and time.monotonic() - self._logged > LOGGED
+            self._logged = time.monotonic() if log else self._logged
             for file in sorted(self.notes.glob("*.json")):
                 note = json.loads(file.read_bytes())
                 if file not in self._rows:
                     self._rows[file] = self._bars.add_task(note["name"], state="")
-                self._bars.update(self._rows[file], **note["shown"])
+                self._bars.update(self._rows[file], **(shown := note["shown"]))
+                if log and shown:
+                    self._print(f"{note['name']}: {shown['completed']} of {shown['total']}, {shown['state']}")
                 if note["status"] is not None:
                     file.unlink()
                     self._bars.remove_task(self._rows.pop(file))
                     self._bars.advance(self._all)
                     folder, status = Path(note["folder"]), note["status"]
-                    self.console.print(f"{note['name']}: {status}", markup=False, highlight=False, soft_wrap=True)
+                    self._print(f"{note['name']}: {status}")
                     self.ended[folder] = status
                     self.on_end(folder, status)
 

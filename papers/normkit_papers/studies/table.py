@@ -134,6 +134,8 @@ def remarks(table: Table) -> list[str]:
     study = table.study
     lines = [f"The paper's claim: {study.claim}"] if study.claim else []
     lines += [study.note] if study.note else []
+    marks = sorted({mark for line in table.cells for cell in line for mark in cell.printed or "" if mark in "*†‡"})
+    lines += [f"The paper marks figures with {', '.join(marks)}; see its caption."] if marks else []
     missing = [
         column.title for place, column in enumerate(study.columns) if not any(line[place].runs for line in table.cells)
     ]
