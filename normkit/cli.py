@@ -184,7 +184,6 @@ def fold(given: argparse.Namespace) -> int:
     """
     from normkit.fold.folders import fold_dir
 
-    Progress()("reading the model, then folding and comparing", 0, 1, math.nan)
     _write(f"{fold_dir(given.model, given.out, given.untie)}\nsaved to {given.out}")
     return 0
 
