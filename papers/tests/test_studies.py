@@ -353,6 +353,13 @@ def test_a_study_whose_rows_have_not_all_run_is_incomplete(missing):
     assert judged("un.table1", scores)[0] == (DISAGREES if missing[0] == "NoNorm" else INCOMPLETE)
 
 
+def test_columns_without_data_at_a_scale_leave_the_others_a_verdict():
+    column, rows = "T2T-ViT-14 CIFAR10", ("LN", "UN, folds", "BN, folds", "MABN, folds", "PN*, folds")
+    verdict, lines = judged("un.table2", {(row, column): (80.0, 80.1, 80.2) for row in rows})
+    assert verdict == UNDECIDED  # the other rules hold
+    assert sum(UNDECIDED in line for line in lines) == 2  # those on ImageNet
+
+
 # -- running ----------------------------------------------------------------------------------------------------------
 
 

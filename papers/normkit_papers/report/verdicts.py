@@ -26,7 +26,7 @@ ABOUT = (
     "A verdict follows by rules that were written before the runs, from 95 % intervals. One rule was added after the "
     "first runs, and holds for all tables: if our best score in a column is below a third of the best that the paper "
     "prints, or a perplexity above three times it, the models have learned too little to compare them, and the verdict "
-    f"on this column is '{UNDECIDED}'."
+    f"on this column is '{UNDECIDED}'. So it is on a column for which no data or model fit the scale."
 )
 
 
@@ -58,8 +58,11 @@ def _apply(rule: Rule, table: Table) -> tuple[str, str]:
     titles = [column.title for column in table.study.columns]
     places = [titles.index(title) for title in rule.columns] or range(len(titles) if "@" not in rule.row else 1)
     rows = [row for row in (rule.row, rule.than) if row]
-    ran = [place for place in places if all(_cell(row, table, place)[0].runs for row in rows)]
-    if not ran or (rule.columns and len(ran) < len(places)):
+    fit = [place for place in places if place in table.places]
+    ran = [place for place in fit if all(_cell(row, table, place)[0].runs for row in rows)]
+    if not fit:
+        return UNDECIDED, "no data that fit this scale"
+    if not ran or (rule.columns and len(ran) < len(fit)):
         return INCOMPLETE, "not run"
     learned = [place for place in ran if rule.raw or not _learned_too_little(table, place)]
     found = [difference_ for place in learned if (difference_ := _difference(rule, table, place)) is not None]
@@ -71,7 +74,7 @@ def _apply(rule: Rule, table: Table) -> tuple[str, str]:
     verdicts = {
         AGREES if less - half >= rule.by else DISAGREES if less + half < rule.by else UNDECIDED for less, half in found
     }
-    verdicts |= {UNDECIDED} if learned != ran else set()
+    verdicts |= {UNDECIDED} if learned != ran or (rule.columns and len(fit) < len(places)) else set()
     detail = ", ".join(f"{less:+.3g} ± {half:.2g}" if half == half else f"{less:+.3g}" for less, half in found)
     return min(verdicts, key=ORDER.index), detail
 

@@ -55,6 +55,12 @@ class Table(NamedTuple):
     cells: list[list[TableCell]]
 
     @property
+    def places(self) -> set[int]:
+        """The columns that have runs at this scale, or can have."""
+        found = {place for line in self.cells for place, cell in enumerate(line) if cell.runs}
+        return found | {cell.column for cell in expand(self.study, self.scale)}
+
+    @property
     def runs(self) -> list[CsvRow]:
         """All rows of the CSV that the table shows."""
         found = {id(run): run for line in self.cells for cell in line for run in cell.runs or ()}
@@ -136,12 +142,16 @@ def remarks(table: Table) -> list[str]:
     lines += [study.note] if study.note else []
     marks = sorted({mark for line in table.cells for cell in line for mark in cell.printed or "" if mark in "*†‡"})
     lines += [f"The paper marks figures with {', '.join(marks)}; see its caption."] if marks else []
-    missing = [
-        column.title for place, column in enumerate(study.columns) if not any(line[place].runs for line in table.cells)
-    ]
-    if missing:
-        which = "all columns" if len(missing) == len(study.columns) else ", ".join(missing)
-        lines.append(f"{NOT_YET.capitalize()} at scale {table.scale}: {which}.")
+    here = table.places
+    empty = [place for place in range(len(study.columns)) if not any(line[place].runs for line in table.cells)]
+    kinds = {
+        NOT_YET.capitalize(): [place for place in empty if place in here],
+        "Without data or a model that fit this scale": [place for place in empty if place not in here],
+    }
+    for what, places in kinds.items():
+        names = ", ".join(study.columns[place].title for place in places)
+        which = "all columns" if len(places) == len(study.columns) else names
+        lines += [f"{what}, {table.scale}: {which}."] if places else []
     if runs := table.runs:
         made = [run for run in runs if run.get("device")]
         facts = {
