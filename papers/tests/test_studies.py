@@ -23,6 +23,7 @@ from rich.console import Console
 from normkit.norms import make
 from normkit.watch import Recording
 from normkit.watch import Row as RecordedRow
+from normkit.watch.quantities import QUANTITIES, choose
 
 TINY = {"steps": 6, "batch_tokens": 120, "test_items": 8, "valid_every": 3, "checkpoint_every": 2, "warmup": 2}
 BASE = {
@@ -351,6 +352,14 @@ def test_a_study_whose_rows_have_not_all_run_is_incomplete(missing):
     assert judged("un.table1", scores)[0] == INCOMPLETE
     scores["BN, folds", "IWSLT14"] = (40.0, 40.1, 40.2)
     assert judged("un.table1", scores)[0] == (DISAGREES if missing[0] == "NoNorm" else INCOMPLETE)
+
+
+@pytest.mark.parametrize("study", STUDIES.values(), ids=lambda study: study.id)
+def test_runs_record_the_quantities_that_their_columns_show(study):
+    for scale in study.scales:
+        for cell in expand(study, scale):
+            shown = study.columns[cell.column].metric.split()[0]
+            assert shown not in QUANTITIES or (cell.run.record_every and shown in choose(cell.run.quantities)), cell
 
 
 def test_columns_without_data_at_a_scale_leave_the_others_a_verdict():
