@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = _parser().parse_args(arguments)
         with _end_at_once():  # importing PyTorch takes seconds, and may catch a KeyboardInterrupt
             importlib.import_module("normkit")
-        for name in given.modules:
+        for name in (*given.modules_before, *given.modules):
             import_module(name)
         return given.run(given)
     except KeyboardInterrupt:
@@ -86,6 +86,10 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser("normkit", description="Swap, watch and fold away the norms of any Transformer.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    modules: dict[str, Any] = {"action": "append", "default": [], "metavar": "FILE", "help": (
+        "import a module or .py file first, such as one that adds norms to normkit.NORMS"
+    )}  # fmt: skip
+    parser.add_argument("--import", dest="modules_before", **modules)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def add(name: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
@@ -94,10 +98,7 @@ def _parser() -> argparse.ArgumentParser:
             name, help=text.splitlines()[0], description=text, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         made.set_defaults(run=run)
-        made.add_argument(
-            "--import", dest="modules", action="append", default=[], metavar="FILE",
-            help="import a module or .py file first, such as one that adds norms to normkit.NORMS",
-        )  # fmt: skip
+        made.add_argument("--import", dest="modules", **modules)
         return made
 
     add("list", list_)

@@ -34,11 +34,13 @@ def test_list_names_every_norm(capsys):
     assert all(f"  {name} " in out for name in nk.NORMS)
 
 
-def test_norms_of_an_imported_file_are_listed(capsys, tmp_path):
+@pytest.mark.parametrize("before", [True, False])
+def test_norms_of_an_imported_file_are_listed(capsys, tmp_path, before):
     own = "import normkit\nclass Mine(normkit.norms.RowNorm):\n    power: float = 2.5\nnormkit.NORMS['mine'] = Mine\n"
-    (tmp_path / "norms_of_mine.py").write_text(own)
+    (tmp_path / f"norms_of_mine_{before}.py").write_text(own)
+    given = ["--import", str(tmp_path / f"norms_of_mine_{before}.py")]
     try:
-        assert main(["list", "--import", str(tmp_path / "norms_of_mine.py")]) == 0
+        assert main([*given, "list"] if before else ["list", *given]) == 0
     finally:
         nk.NORMS.pop("mine", None)
     assert "power=2.5" in capsys.readouterr().out
