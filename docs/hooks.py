@@ -2,7 +2,7 @@
 
 import csv
 import html
-import inspect
+import importlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -57,19 +57,19 @@ def on_config(config: Any) -> None:
 
 
 def reference() -> str:
-    """The public names and all norms, each with its docstring, by package."""
-    lines = [
-        "# Reference",
-        "",
-        "All public names of `normkit`, `import normkit as nk`, and all norms.",
-    ]
-    things = [*(getattr(normkit, name) for name in normkit.__all__), *normkit.NORMS.values(), normkit.norms.FixNorm]
-    things = [*{id(thing): thing for thing in things}.values()]
+    """The public names, each with its docstring, by package."""
+    lines = ["# Reference", "", "`import normkit as nk`: the names that `dir(nk)` lists, and what they return."]
     for heading, package in GROUPS.items():
+        module = importlib.import_module(package)
+        names = getattr(module, "__all__", ("kernels", "keep_statistics"))
+        things = [getattr(module, name, None) or getattr(normkit, name) for name in names]
         lines += ["", f"## {heading}"]
-        for thing in things:
-            if (inspect.getmodule(thing) or normkit).__name__.startswith(package) and hasattr(thing, "__qualname__"):
-                lines += ["", f"::: {thing.__module__}.{thing.__qualname__}"]
+        paths = [
+            f"{each.__module__}.{each.__qualname__}" for each in things if hasattr(each, "__qualname__")
+        ]  # no tables
+        paths += ["normkit.watch.lightning.Watch"] if heading == "Watching" else []  # to import it takes Lightning
+        for path in paths:
+            lines += ["", f"::: {path}"]
     return "\n".join(lines)
 
 
@@ -87,8 +87,11 @@ def quantities() -> str:
 
 def measured() -> str:
     """The files of benchmarks/results as tables; long ones closed, the one on compatibility summed up by norm."""
-    lines = ["# Measurements", "", "Each table is a file of `benchmarks/results`, which has its device and commit."]
-    lines += ["Ratios are medians of paired rounds on one device, relative to LayerNorm."]
+    lines = [
+        "# Measurements",
+        "",
+        (ROOT / "benchmarks" / "results" / "README.md").read_text(encoding="utf8").split("\n", 2)[2],
+    ]
     for path in sorted((ROOT / "benchmarks" / "results").rglob("*.csv")):
         with path.open(encoding="utf8", newline="") as file:
             head, *rows = csv.reader(file)
@@ -109,13 +112,16 @@ def measured() -> str:
 
 def _by_norm(rows: list[dict[str, str]]) -> list[str]:
     """Sum up what folding makes of all architectures, by norm."""
-    counted = ("norms", "gone", "gain", "affine", "kept")
+    counted = ("norms", "gone", "gain", "affine", "kept", "rms")
     sums = []
     for spec in dict.fromkeys(row["spec"] for row in rows):
         of = [row for row in rows if row["spec"] == spec and not row["failed"]]
         worst = max((float(row["error"]) for row in of if row["error"]), default=0.0)
         sums.append([spec, len(of), *(sum(int(row[key] or 0) for row in of) for key in counted), f"{worst:.0e}"])
-    head = ("norm", "models", "norms", "gone", "gains folded", "multiply-adds left", "kept", "largest error")
+    head = (
+        "converted to, or option", "models", "norms", "gone", "gains folded", "multiply-adds left", "kept",
+        "now RMSNorm", "largest error",
+    )  # fmt: skip
     return table(head, sums)
 
 
@@ -143,7 +149,7 @@ def results() -> str:
     ]
     lines += [ABOUT, "`papers study NAME` runs or continues a table; [Reproduce the papers](guides/papers.md) explains"]
     lines += ["the scales.", ""]
-    verdicts, tables = [], []
+    verdicts, tables, ours = list[list[str]](), list[str](), list[str]()
     for name in OF_PAPERS:
         for scale in ("gpu", "pocket"):
             rows, path = known(STUDIES[name], scale, ROOT / "runs" / "none")
@@ -152,10 +158,19 @@ def results() -> str:
                 continue
             tables += ["", f"## {name}, {scale}", "", STUDIES[name].title, "", *table(*_split(grid(made)))]
             tables += ["", *(f"- {line}" for line in remarks(made))]
-            verdicts.append([f"{name}, {scale}", judge(made)[0], STUDIES[name].claim, ran(made)])
+            verdict, reasons = judge(made)
+            tables += [f"- Verdict: {verdict}.", *(f"    - {reason}" for reason in reasons)]
+            verdicts.append([f"{name}, {scale}", verdict, STUDIES[name].claim, ran(made)])
     missing = [name for name in OF_PAPERS if not any(row[0].startswith(f"{name},") for row in verdicts)]
     lines += table(("study", "verdict", "claim of the paper", "what ran"), verdicts)
-    return "\n".join([*lines, "", f"Not run: {', '.join(missing)}.", *tables])
+    lines += ["", f"Not run: {', '.join(missing)}."] if missing else []
+    for name in (each for each in STUDIES if each not in OF_PAPERS):
+        rows, path = known(STUDIES[name], "pocket", ROOT / "runs" / "none")
+        if path is not None:
+            made = build(STUDIES[name], "pocket", rows)
+            ours += ["", f"### {name}", "", STUDIES[name].title, "", *table(*_split(grid(made)))]
+            ours += ["", *(f"- {line}" for line in remarks(made))]
+    return "\n".join([*lines, *tables, "", "## Our own studies", *ours])
 
 
 def _split(lines: list[list[str]]) -> tuple[list[str], list[list[str]]]:

@@ -41,6 +41,9 @@ class StatNorm(StatefulNorm):
             step: Number of this update, counted from 1.
             count: Number of real rows.
             state: The buffers, as attributes.
+
+        Returns:
+            A `Stat` with value `[k, C]`: mean and variance (k = 2), or mean square (k = 1).
         """
         raise NotImplementedError
 
@@ -56,6 +59,9 @@ class StatNorm(StatefulNorm):
             step: Number of this update, counted from 1.
             saved: `Stat.saved` of the forward.
             state: The buffers, as attributes.
+
+        Returns:
+            Statistics `[k, C]`, and new values by the names of buffers.
         """
         return batch, {}
 

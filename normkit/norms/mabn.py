@@ -15,7 +15,7 @@ class MABN(WarmupNorm):
 
     Once `step > window` and `step >= warmup`, `v = mean(window of mean(x^2))`, before that the batch's own;
     `z = x / sqrt(v + eps)`, `y = weight * r * z + bias`; the gradient removes the mean of the last `window` values of
-    `mean(g * z)`. After `max(renorm_after, warmup)` steps
+    `mean(g * z)`, `g = weight * r * dy`. After `max(renorm_after, warmup)` steps
     `r = clip(sqrt(v + eps) / sqrt(var + eps), 1/r_max, r_max)` with the running var from before the step, constant to
     the gradient. `running <- alpha running + (1 - alpha) v`. The other defaults are those of the released code.
 

@@ -15,8 +15,9 @@ class UN(WarmupNorm):
 
     Once `step > window` and `step >= warmup`: `v = exp(mean(log(window of mean(x^2))))` (Eq. 16),
     `z = x / sqrt(v + eps)`, `y = weight * z + bias`; the gradient removes `psi`, a running mean
-    `psi <- alpha psi + (1 - alpha) mean(window of mean(g z))` (Eq. 17). Before that the batch's own values, with the
-    exact gradient. `running <- alpha running + (1 - alpha) v`. After the warm-up the gradient is approximate by design.
+    `psi <- alpha psi + (1 - alpha) mean(window of mean(g z))`, `g = weight * dy` (Eq. 17). Before that the batch's own
+    values, with the exact gradient. `running <- alpha running + (1 - alpha) v`. After the warm-up the gradient is
+    approximate by design.
 
     An outlier (Eq. 19) is a step in which the window's arithmetic mean exceeds its geometric mean by more than
     `window * V(sqrt(window before))` in any channel. With `outlier_filtration` such a step uses the batch's own

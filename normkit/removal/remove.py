@@ -161,6 +161,10 @@ def remove_norms(
             name. If it exists, training continues; give equal arguments.
         on_progress: Called as `on_progress(stage, done, of, seconds left)`.
 
+    Returns:
+        The folded model, in which some norms stay with `budget`, and clamps in their place with `clamp`; a report with
+        the scores by stage, the outcome of each norm, and a `verdict` in words.
+
     Raises:
         ValueError: If an argument is wrong, the model has no norms, batches are missing or the loss is not finite.
         TypeError: If `batches` is a single batch.

@@ -23,10 +23,11 @@ ORDER = (DISAGREES, INCOMPLETE, UNDECIDED, AGREES)  # the first one that a rule 
 BROKEN_DOWN = 0.6  # of the best row's score: a row below has failed, as one that diverged
 LEARNED = 3  # the paper's best score is at most this many times ours, or a perplexity of ours that of the paper's
 ABOUT = (
-    "A verdict follows by rules that were written before the runs, from 95 % intervals. One rule was added after the "
-    "first runs, and holds for all tables: if our best score in a column is below a third of the best that the paper "
-    "prints, or a perplexity above three times it, the models have learned too little to compare them, and the verdict "
-    f"on this column is '{UNDECIDED}'. So it is on a column for which no data or model fit the scale."
+    "A verdict follows by rules that were written before the runs, from 95 % intervals: over seeds or, of one run, of "
+    "the sampling error of its test set. Of one run without such an error nothing can be told. One rule was added "
+    "after the first runs, and holds for all tables: if our best score in a column is below a third of the best that "
+    "the paper prints, or a perplexity above three times it, the models have learned too little to compare them, and the "
+    f"verdict on this column is '{UNDECIDED}'. So it is on a column for which no data or model fit the scale."
 )
 
 
@@ -75,7 +76,9 @@ def _apply(rule: Rule, table: Table) -> tuple[str, str]:
         AGREES if less - half >= rule.by else DISAGREES if less + half < rule.by else UNDECIDED for less, half in found
     }
     verdicts |= {UNDECIDED} if learned != ran or (rule.columns and len(fit) < len(places)) else set()
-    detail = ", ".join(f"{less:+.3g} ± {half:.2g}" if half == half else f"{less:+.3g}" for less, half in found)
+    detail = ", ".join(
+        f"{less:+.3g} ± {half:.2g}" if half == half else f"{less:+.3g}, no interval" for less, half in found
+    )
     return min(verdicts, key=ORDER.index), detail
 
 
@@ -155,15 +158,15 @@ def ran(table: Table) -> str:
     """Describe the runs of a table: data, parameters, steps, seeds and minutes."""
     runs = [run for run in table.runs if run.get("steps")]
     if not runs:
-        return "-"
-    data = ", ".join(dict.fromkeys(run["data"] for run in runs))
-    seeds = max(len(cell.runs or ()) for line in table.cells for cell in line)
+        return table.study.script or "-"
+    data = ", ".join(dict.fromkeys(run["data"].split(", scored")[0] for run in runs))
     spans = [
         _span(name, [float(run[name]) for run in runs if run.get(name)]) for name in ("parameters", "steps", "minutes")
     ]
-    return "; ".join([data, *spans, f"{seeds} seed{'s' * (seeds > 1)}"])
+    seeds = _span("seeds", [len(cell.runs) for line in table.cells for cell in line if cell.runs])
+    return "; ".join([data, *spans, seeds.replace("1 seeds", "1 seed") if seeds == "1 seeds" else seeds])
 
 
-def _span(name: str, values: list[float]) -> str:
+def _span(name: str, values: Sequence[float]) -> str:
     low, high = f"{min(values, default=0):,.0f}", f"{max(values, default=0):,.0f}"
     return f"{low if low == high else f'{low} to {high}'} {name}"
