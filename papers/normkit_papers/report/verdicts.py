@@ -23,11 +23,12 @@ ORDER = (DISAGREES, INCOMPLETE, UNDECIDED, AGREES)  # the first one that a rule 
 BROKEN_DOWN = 0.6  # of the best row's score: a row below has failed, as one that diverged
 LEARNED = 3  # the paper's best score is at most this many times ours, or a perplexity of ours that of the paper's
 ABOUT = (
-    "A verdict follows by rules that were written before the runs, from 95 % intervals: over seeds or, of one run, of "
-    "the sampling error of its test set. Of one run without such an error nothing can be told. One rule was added "
-    "after the first runs, and holds for all tables: if our best score in a column is below a third of the best that "
-    "the paper prints, or a perplexity above three times it, the models have learned too little to compare them, and the "
-    f"verdict on this column is '{UNDECIDED}'. So it is on a column for which no data or model fit the scale."
+    "A verdict follows by rules that were written before the runs, from 95 % intervals: over seeds or, of one "
+    "run, of the sampling error of its test set. Of one run without such an error nothing can be told. One rule "
+    "was added after the first runs, and holds for all tables: if our best score in a column is below a third of "
+    "the best that the paper prints, or a perplexity above three times it, the models have learned too little to "
+    f"compare them, and the verdict on this column is '{UNDECIDED}'. So it is on a column for which no data or "
+    "model fit the scale."
 )
 
 
