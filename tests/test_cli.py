@@ -2,6 +2,7 @@
 
 import csv
 import os
+import warnings
 
 import pytest
 import torch
@@ -10,8 +11,6 @@ from torch import nn
 import normkit as nk
 from normkit import bench
 from normkit.cli import main
-from normkit.fold import folders
-from normkit.models import Exported
 
 
 def failed(capsys, *words):
@@ -101,14 +100,11 @@ def test_the_version(capsys):
     assert capsys.readouterr().out == f"normkit {nk.__version__}\n"
 
 
-@pytest.mark.parametrize(("cosine", "warned"), [(None, False), (0.99, False), (0.2, True)])
-def test_export_warns_of_integers_far_from_the_model(cosine, warned, capsys, tmp_path, monkeypatch):
-    made = Exported(tmp_path / "m.onnx", {}, "onnxruntime", 0.1, cosine)
-    monkeypatch.setattr("normkit.models.huggingface.load_pretrained", lambda folder: nn.LayerNorm(3))
-    monkeypatch.setattr(folders, "example_for", lambda model: {})
-    monkeypatch.setattr("normkit.models.export", lambda *_, **__: made)
-    assert main(["export", "folder", "--out", str(tmp_path / "m.onnx")]) == 0
-    assert ("warning" in capsys.readouterr().out) == warned
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_a_line(capsys, monkeypatch):
+    monkeypatch.setattr("normkit.cli.list_", lambda _: warnings.warn("a\nb", stacklevel=1) or 0)
+    assert main(["list"]) == 0
+    assert capsys.readouterr().err == "normkit: warning: a b\n"
 
 
 # -- timings: variants by turns, ratios within a round, verdicts on quiet machines alone -------------------------------

@@ -269,10 +269,24 @@ def test_dynamic_integers_have_a_scale_for_each_channel_and_take_any_length(tmp_
     assert session.run(None, more)[0].shape[1] == more["input_ids"].shape[1]
 
 
-def test_weights_that_are_not_square_are_quantized_dynamically(tmp_path):
+def test_weights_that_are_not_square_or_shared_are_quantized_dynamically(tmp_path):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 5, bias=False), nn.ReLU(), nn.Linear(5, 3)).eval()
+    square, embedding = nn.Linear(8, 8), nn.Embedding(8, 8)
+    model = nn.Sequential(nn.Linear(8, 5, bias=False), nn.ReLU(), nn.Linear(5, 8), square, nn.Tanh(), square).eval()
     assert export(model, tmp_path / "m.onnx", torch.randn(4, 8), int8="dynamic").cosine > 0.99
+    tied = nn.Sequential(embedding, nn.Tanh(), nn.Linear(8, 8)).eval()
+    tied[2].weight = embedding.weight
+    assert export(tied, tmp_path / "m.onnx", torch.randint(8, (4,)), int8="dynamic").cosine > 0.99
+
+
+def test_integers_far_from_the_model_are_a_warning(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 5).eval()
+    nn.init.zeros_(model.weight[:, 0].detach())
+    x = torch.randn(4, 8)
+    x[:, 0] = 1e4  # takes the whole range
+    with pytest.warns(UserWarning, match="cosine"):
+        assert export(model, tmp_path / "m.onnx", x, int8="dynamic").cosine < 0.9
 
 
 @pytest.mark.filterwarnings("ignore")  # the exporters' own

@@ -423,6 +423,46 @@ def other_inputs(name, length):
     }.get(name, {"input_ids": tokens(2, length)})  # fmt: skip
 
 
+class Pair(nn.Module):
+    """Source and target beside each other, with masks of names of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.enc, self.dec = nn.LayerNorm(4), nn.LayerNorm(4)
+
+    def forward(self, src, tgt, src_padding_mask=None, tgt_padding_mask=None):
+        return self.enc(src).mean() + self.dec(tgt).mean()
+
+
+@pytest.mark.parametrize("length", [5, 6])
+def test_the_mask_of_other_tokens_is_not_taken_whatever_their_length(length):
+    with pytest.warns(UserWarning, match="tgt_padding_mask"):
+        one = convert(Pair(), "un(warmup=0)", mask_from="src_padding_mask").train()
+    rules = {"enc": "src_padding_mask", "dec": "tgt_padding_mask"}
+    both = convert(Pair(), "un(warmup=0)", mask_from=rules).train()
+    src, tgt = torch.randn(8, 6, 4), torch.randn(8, length, 4)
+    masks = torch.zeros(8, 6, dtype=torch.bool), torch.zeros(8, length, dtype=torch.bool)
+    masks[1][:, 2:] = True
+    tgt[masks[1]] = 100.0
+    both(src, tgt, *masks)
+    assert both.dec.running.max() < 3
+    if length == 5:
+        with pytest.warns(UserWarning, match="length 6"):
+            one(src, tgt, *masks)
+    else:
+        one(src, tgt, *masks)
+    assert one.dec.running.max() > 100
+
+
+def test_half_of_an_encoder_decoder_without_a_mask_is_a_warning():
+    case = case_of("bart")
+    model = convert(case.model, "un(warmup=0)", mask_from="attention_mask").train()
+    given = {name: value for name, value in case.kwargs.items() if name != "decoder_attention_mask"}
+    given["attention_mask"] = torch.ones_like(given["input_ids"])
+    with pytest.warns(UserWarning, match="decoder_attention_mask"):
+        model(**given)
+
+
 @pytest.mark.parametrize(("name", "options", "length", "expected"), CHANGED, ids=lambda value: value)
 def test_norms_of_transformers_follow_the_mask_that_their_model_derives(name, options, length, expected):
     transformers = pytest.importorskip("transformers")

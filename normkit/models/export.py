@@ -39,6 +39,14 @@ NORMALIZES = (  # parts of operation names, in ONNX or ATen, that compute or div
 )  # fmt: skip
 
 
+NOT_FOLLOWED = {  # errors of torch.export, and what may help
+    "UserError": "len(x) fixes an axis, x.shape[0] does not; dynamic=False fixes all",
+    "GuardOnDataDependentSymNode": "a branch depends on values of a tensor, as in nn.TransformerDecoder, which asks "
+    "whether a mask is causal unless tgt_is_causal= is passed",
+}
+NEAR = 0.9  # cosine of outputs in integers below which `export` warns
+
+
 @dataclass(frozen=True)
 class Exported:
     """Result of `export`: operations of the graph with counts, and the error in the runtime.
@@ -50,7 +58,8 @@ class Exported:
         max_error: Largest difference to the model's outputs, relative to the largest output.
         cosine: Smallest cosine to an output of the model, in integers; None in float.
         dynamic: Open axes of each input, by its name.
-        outputs: Names of the outputs, in order; those of an .onnx file.
+        outputs: Names of the outputs, in order; those of an .onnx file. A .pt2 file returns a tuple of them.
+        equal: Inputs whose lengths have to be equal in the file. Where the model takes others, give such an example.
     """
 
     path: Path
@@ -60,6 +69,7 @@ class Exported:
     cosine: float | None = None
     dynamic: dict[str, tuple[int, ...]] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
+    equal: tuple[str, ...] = ()
 
     @property
     def normalizing(self) -> dict[str, int]:
@@ -70,6 +80,7 @@ class Exported:
         kept = ", ".join(f"{n} {name}" for name, n in self.normalizing.items()) or "none"
         int8 = f"; int8, cosine {self.cosine:.4f} on the example" if self.cosine is not None else ""
         axes = "; ".join(f"{name} {', '.join(map(str, axes))}" for name, axes in self.dynamic.items()) or "none"
+        axes += f" ({' and '.join(self.equal)} of equal length)" * bool(self.equal)
         return (
             f"{self.path}: {sum(self.operations.values())} operations, of which normalize: {kept}; largest error "
             f"{self.max_error:.1e} in {self.runtime}{int8}; open axes: {axes}; "
@@ -83,7 +94,7 @@ def export(
     *example: Any,
     outputs: Pick | None = None,
     dynamic: bool = True,
-    tolerance: float = 1e-4,
+    tolerance: float | None = None,
     int8: Iterable[Any] | Literal["dynamic"] | None = None,
     stream: bool = False,
     fuse_attention: bool = False,
@@ -100,7 +111,8 @@ def export(
         outputs: Picks what to export of the output, such as `lambda out: out.logits`. By default all tensors.
         dynamic: Leave the first axis of every input, the batch, open, and the axis of tokens where the model allows it:
             the second one of integers, masks and `[batch, tokens, channels]`.
-        tolerance: Largest accepted error of the float model, relative to the largest output.
+        tolerance: Largest accepted error of the float model, relative to the largest output. None for 1e-4 or, of half
+            precision, its own rounding.
         int8: Write 8-bit integers by onnxruntime, `.onnx` alone. "dynamic" quantizes weights for each channel, and
             activations while the model runs; it needs no data. Batches calibrate a static quantization of matrix
             products and convolutions; they have the form of the example. The errors of the result are then those
@@ -131,13 +143,19 @@ def export(
     warn_untrained(model, "export")
     require_functions(outputs=outputs)
     require_flags(dynamic=dynamic, stream=stream, fuse_attention=fuse_attention)
-    require(is_number(tolerance) and tolerance >= 0, "tolerance", tolerance, "a number of at least 0")
+    allowed = "a number of at least 0, or None"
+    require(tolerance is None or (is_number(tolerance) and tolerance >= 0), "tolerance", tolerance, allowed)
     path = as_path(path, "path")
     if path.suffix not in (".onnx", ".pt2"):
         raise ValueError(f"export() writes .onnx or .pt2 by the ending of the path; got {path.name!r}")
     if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
         what = "is in no folder; make it first" if not path.parent.is_dir() else "is in a folder that takes no files"
         raise ValueError(f"export() writes a file, and {path} {'is a folder' if path.is_dir() else what}; name another")
+    types = {each.dtype for each in model.parameters() if each.is_floating_point()}
+    if path.suffix == ".onnx" and torch.bfloat16 in types:
+        raise ValueError(f"onnxruntime lacks operations in bfloat16: export {type(model).__name__} as model.float()")
+    if tolerance is None:  # half precision rounds at each layer
+        tolerance = max([1e-4, *(16 * torch.finfo(each).eps for each in types if each.itemsize == 2)])
     if path.suffix == ".pt2" and (int8 is not None or fuse_attention):
         option = "int8" if int8 is not None else "fuse_attention"
         raise ValueError(f"export({option}=) writes .onnx; got {path.name!r}")
@@ -163,10 +181,10 @@ def export(
         new = Path(scratch) / "new" / path.name  # and what belongs to it; nothing is replaced before it is verified
         in_float = Path(scratch) / path.name if int8 is not None else new
         new.parent.mkdir()
-        operations, runtime, got, axes = _write(wrapped, in_float, shapes, fuse_attention)
+        operations, runtime, got, axes, equal = _write(wrapped, in_float, shapes, fuse_attention)
         if any(len(each) > 1 for each in axes.values()) and not _takes_other_sizes(wrapped, in_float, axes, tolerance):
             shapes = open_axes(wrapped.given, tokens=False)
-            operations, runtime, got, axes = _write(wrapped, in_float, shapes, fuse_attention)
+            operations, runtime, got, axes, equal = _write(wrapped, in_float, shapes, fuse_attention)
         worst = error(tuple(got), expected)
         if not worst <= tolerance:
             differ = f"outputs differ by {worst:.1e} in {runtime}; tolerance={tolerance:.1e} is allowed"
@@ -177,10 +195,16 @@ def export(
         for file in sorted(new.parent.iterdir(), key=lambda file: file == new):  # the weights of a graph first
             file.replace(path.with_name(file.name))
     if int8 is None:
-        return Exported(path, operations, runtime, worst, dynamic=axes, outputs=wrapped.results)
+        return Exported(path, operations, runtime, worst, None, axes, wrapped.results, equal)
     pairs = [(a.double().flatten(), b.double().flatten()) for a, b in zip(got, expected, strict=True)]
     cosine = min(float(torch.cosine_similarity(*pair, dim=0)) for pair in pairs)
-    return Exported(path, operations, runtime, error(tuple(got), expected), cosine, axes, wrapped.results)
+    if cosine < NEAR:
+        warn(
+            f"in 8-bit integers the outputs have a cosine of {cosine:.2f} to those in float, too little for most uses. "
+            "Export in float32, quantize with batches, or leave each norm as a multiply-add (multiply_adds=True, "
+            "--multiply-adds)"
+        )
+    return Exported(path, operations, runtime, error(tuple(got), expected), cosine, axes, wrapped.results, equal)
 
 
 class TensorModel(nn.Module):
@@ -245,10 +269,11 @@ def program_of(model: nn.Module, *example: Tensor, dynamic_shapes: Any = None) -
         with torch.no_grad():
             return torch.export.export(model, example, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:
-        if type(error).__name__ != "UserError":  # what PyTorch says of the model, at length
+        advice = NOT_FOLLOWED.get(type(error).__name__)  # what PyTorch says of the model, at length
+        if advice is None:
             raise
         why = re.split(r"[!\n]", str(error))[0]
-        raise ValueError(f"torch.export cannot follow this model ({why}); dynamic=False may help") from error
+        raise ValueError(f"torch.export cannot follow this model ({why}); {advice}") from error
 
 
 def operations_of(program: torch.export.ExportedProgram) -> dict[str, int]:
@@ -263,8 +288,8 @@ def _counted(names: Iterable[str]) -> dict[str, int]:
 
 def _write(
     model: TensorModel, path: Path, shapes: Any, fused: bool
-) -> tuple[dict[str, int], str, Sequence[Tensor], dict[str, tuple[int, ...]]]:
-    """Write a file in float; return operations, runtime, outputs on the example, open axes."""
+) -> tuple[dict[str, int], str, Sequence[Tensor], dict[str, tuple[int, ...]], tuple[str, ...]]:
+    """Write a file in float; return operations, runtime, outputs on the example, open axes, inputs of equal length."""
     if path.suffix == ".onnx":
         with needs("export() to ONNX", "export"):
             import onnxruntime  # noqa: F401
@@ -276,6 +301,8 @@ def _write(
         for name, t in zip(model.names, inputs, strict=True)
         if (found := tuple(axis for axis, size in enumerate(t.shape) if not isinstance(size, int)))
     }
+    lengths = {name: str(t.shape[1]) for name, t in zip(model.names, inputs, strict=True) if 1 in axes.get(name, ())}
+    equal = tuple(name for name, length in lengths.items() if [*lengths.values()].count(length) > 1)
     if path.suffix == ".onnx":
         program = with_fused_attention(program) if fused else program
         with torch.no_grad():
@@ -290,11 +317,11 @@ def _write(
             )
         assert written is not None
         written.save(str(path))
-        return _operations(path), "onnxruntime", _run(model, path, model.given), axes
+        return _operations(path), "onnxruntime", _run(model, path, model.given), axes, equal
     with torch.no_grad():
         torch.export.save(program, buffer := io.BytesIO())  # to a file on a full disk, it ends the process
         path.write_bytes(buffer.getbuffer())
-        return operations_of(program), "torch.export", _run(model, path, model.given), axes
+        return operations_of(program), "torch.export", _run(model, path, model.given), axes, equal
 
 
 def _takes_other_sizes(model: TensorModel, path: Path, axes: dict, tolerance: float) -> bool:

@@ -44,6 +44,12 @@ def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
     """
     norms = {name: module for name, module in model.named_modules() if isinstance(module, Norm)}
     given, names = argument_of_norms(model, mask_from, norms), list(inspect.signature(model.forward).parameters)
+    others = [name for name in names if name not in given.values() and _alike(name, str(mask_from))]
+    if isinstance(mask_from, str) and others:
+        warn(
+            f"the forward also takes {', '.join(others)}, and all norms take their mask from {mask_from}. If these are "
+            f"masks of other tokens, give rules: mask_from={{'decoder.*': {others[0]!r}, '*': {mask_from!r}}}"
+        )
     remove_routes(model)
     route, time_first = Route(names, _rules(mask_from, names)), is_time_first(model)
     for name, argument in given.items():
@@ -138,10 +144,11 @@ class Route:
         for call in self._close():
             if not (self.began or torch.compiler.is_compiling()) and model.training and output is not None:
                 self.began = True
-                if all(value is None for value in call.given.values()):
+                if lacking := [name for name, value in call.given.items() if value is None]:
+                    which = "the norms" if len(lacking) == len(call.given) else "some norms"
                     warn(
-                        f"the norms take their mask from {', '.join(call.given)}, and this training step has none: all "
-                        "tokens count as real. Pass the mask, or convert without mask_from"
+                        f"{which} take their mask from {', '.join(lacking)}, and this training step has none: all their "
+                        "tokens count as real. Pass the mask, or leave it out of mask_from"
                     )
             if call.unfit and output is not None:
                 names = [name for name, module in model.named_modules() if module in call.unfit]
@@ -200,7 +207,7 @@ class GiveMask:
             self.time_first = shape != mask.shape  # known from here on, where both lengths are equal, too
         fitted = fit(mask, shape, self.time_first)
         if fitted is None and follows and not is_recomputed():
-            fitted = derived_mask(argument, shape, self.time_first, call.model)
+            fitted = derived_mask(argument, shape, self.time_first, call.model, call.route.names)
             if fitted is None:
                 fitted = fit(prolonged(mask, x, self.time_first), shape, self.time_first)
             if fitted is None:
@@ -221,23 +228,27 @@ def unfit_length(norm: nn.Module) -> int | None:
     return next((call.unfit[norm][1] for call in lasts if call in _running.calls and norm in call.unfit), None)
 
 
-OTHER_TOKENS = ("encoder_", "decoder_", "cross_", "memory_", "global_")  # in names of masks of other tokens
+OTHER_TOKENS = ("encoder_", "decoder_", "cross_", "memory_", "global_", "visual_")  # in masks' names
 
 
-def derived_mask(argument: str, shape: torch.Size, time_first: bool, model: object = None) -> Tensor | None:
+def derived_mask(
+    argument: str, shape: torch.Size, time_first: bool, model: object = None, names: Iterable[str] = ()
+) -> Tensor | None:
     """Return the mask that a running forward has derived for an input of this shape, or None.
 
     Models that pad, subsample or join sequences do the same to the mask, and hold it in a variable such as
     `attention_mask` or `combined_attention_mask` until they pass it on. Nothing else knows it before the first norm.
     So the variables of the callers are searched, from the norm out to the forward of `model`, or the outermost one.
+    Of its arguments, `names`, others are masks of other tokens.
     """
+    others = {name for name in names if not argument.endswith(name)}
     found, frame = None, inspect.currentframe()
     while frame is not None:
         code, held = frame.f_code, frame.f_locals
         owner = held.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(owner, nn.Module):  # a method of a module
             for name, value in sorted(held.items(), key=lambda item: item[0] != argument):
-                if not isinstance(value, Tensor) or not _can_derive(name, value, argument):
+                if not isinstance(value, Tensor) or name in others or not _can_derive(name, value, argument):
                     continue
                 mask = fit(real_tokens(value, name), shape, time_first)
                 if mask is not None and not value.is_floating_point():
@@ -260,9 +271,14 @@ def _can_derive(name: str, value: Tensor, argument: str) -> bool:
     """Return True for a variable that may hold a mask derived from an argument, by its name."""
     if name == "mask" != argument:
         return value.dim() == 2 and not argument.endswith("padding_mask")
+    return value.dim() in (2, 3, 4) and (name == argument or _alike(name, argument))
+
+
+def _alike(name: str, argument: str) -> bool:
+    """Return True if two names end alike, such as `..._padding_mask`, and the first one says of no other tokens."""
     kind = "_".join(argument.split("_")[-2:])
     other = any(word in name and word not in argument for word in OTHER_TOKENS)
-    return value.dim() in (2, 3, 4) and not other and (name == argument or ("_" in kind and name.endswith(kind)))
+    return "_" in kind and name.endswith(kind) and not other
 
 
 def real_tokens(given: Tensor, name: str = "attention_mask") -> Tensor:

@@ -1,5 +1,6 @@
 """Quantization of ONNX files by onnxruntime: dynamic, or static and calibrated on batches."""
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,9 @@ def quantize(source: Path, path: Path, feeds: Iterable[dict[str, Any]] | None, s
 def _renamed(path: Path) -> Any:
     """Rename what onnxruntime's fusion of products and biases named, and return the graph.
 
-    The fusion runs again when the quantized file is loaded, and fails at names that it gave before. Shapes that are
-    noted for weights go, as dynamic quantization transposes weights.
+    The fusion runs again when the quantized file is loaded, and fails at names that it gave before. Dynamic
+    quantization transposes the weight of each Gemm, so that shapes noted for weights go, and a Gemm gets a copy of a
+    weight that others read, too: it would be transposed for them, or twice.
     """
     import onnx
 
@@ -93,6 +95,11 @@ def _renamed(path: Path) -> Any:
         value.name = new.get(value.name, value.name)
     for node in model.graph.node:
         node.input[:] = [new.get(name, name) for name in node.input]
+    by_name, uses = {value.name: value for value in values}, Counter(n for node in model.graph.node for n in node.input)
+    for number, node in enumerate(node for node in model.graph.node if node.op_type == "Gemm"):
+        if uses[name := node.input[1]] > 1 and name in by_name:
+            values.append(by_name[name])
+            values[-1].name = node.input[1] = f"copied_{number}"
     weights = {value.name for value in values} | set(new)
     noted = [info for info in model.graph.value_info if info.name not in weights]
     del model.graph.value_info[:]
