@@ -54,6 +54,17 @@ def test_norms_on_meta_are_read_as_those_with_numbers():
     assert found["gemma"].weight is not there["gemma"].weight, "the gain that acts is 1 + weight"
 
 
+class RescaledRMSNorm(nn.RMSNorm):
+    def forward(self, x, gate=None):
+        return super().forward(x if gate is None else x * gate)
+
+
+def test_a_norm_with_further_inputs_is_left_as_it_is():
+    model = nn.Sequential(RescaledRMSNorm(6), nn.LayerNorm(6))
+    assert [*unreadable(model)] == ["0"]
+    assert [*find(model)] == ["1"]
+
+
 def test_a_gain_that_is_not_stored_needs_the_numbers():
     with torch.device("meta"):
         model = norms()

@@ -320,6 +320,7 @@ def _nothing_found(model: nn.Module, readable: list[str], verb: str) -> str:
         return f"{verb}() found norms, but its rules select none: {listed(readable, 12)}. Change the rules or where="
     if seen := unreadable(model):
         named = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(seen.items())[:6])
-        return f"{verb}() found no norm that it can read: {named}. Mend it, or add a reader to models/third_party.py"
+        instead = "put norms of normkit in their places, such as normkit.make('un', 64)"
+        return f"{verb}() found no norm that it can read: {named}. Mend them, or {instead}"
     kinds = sorted({type(module).__name__ for module in model.modules()})
     return f"{verb}() found no norm: no class in this model has 'norm' in its name. Classes seen: {listed(kinds, 12)}"

@@ -147,8 +147,8 @@ class Route:
                 if lacking := [name for name, value in call.given.items() if value is None]:
                     which = "the norms" if len(lacking) == len(call.given) else "some norms"
                     warn(
-                        f"{which} take their mask from {', '.join(lacking)}, and this training step has none: all their "
-                        "tokens count as real. Pass the mask, or leave it out of mask_from"
+                        f"{which} take their mask from {', '.join(lacking)}, and this training step has none: all of "
+                        "their tokens count as real. Pass the mask, or leave it out of mask_from"
                     )
             if call.unfit and output is not None:
                 names = [name for name, module in model.named_modules() if module in call.unfit]

@@ -4,6 +4,7 @@ No third-party library is imported.
 """
 
 import fnmatch
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from normkit.kernels.sync import is_group
 from normkit.models.hooks import copy_without_hooks
 from normkit.norms import Norm, StatNorm, make, options, parse
 
+LOOSE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 COMMON_EPS = (1e-5, 1e-6, 1e-12, 1e-8)  # tried if a class has eps in its forward, not in an attribute
 
 
@@ -131,6 +133,9 @@ def _first_that_agrees(module: nn.Module, readers: tuple[Callable[[Any], Found],
         raise CannotRead(f"its {broken[0]} has NaN; load or compute it again")
     if further := [name for name in module._parameters if name not in ("weight", "bias")]:
         raise CannotRead(f"it has further parameters ({', '.join(further)})")
+    taken = [each for each in inspect.signature(type(module).forward).parameters.values() if each.kind not in LOOSE]
+    if more := [each.name for each in taken[2:]]:
+        raise CannotRead(f"its forward takes further inputs ({', '.join(more)})")
     with real_tensors():
         probe = runnable(module)
         for reader in readers:
