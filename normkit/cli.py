@@ -182,7 +182,7 @@ def fold(given: argparse.Namespace) -> int:
     """Fold the norms of a model away, and verify in float64 that nothing changed.
 
     A model whose norms compute statistics keeps its architecture: their gains become 1, and any program that opens the
-    original opens the result.
+    original opens the result. Its outputs stay; hidden states within are scaled.
     """
     from normkit.fold.folders import fold_dir
 
@@ -241,8 +241,10 @@ def export(given: argparse.Namespace) -> int:
 
     from normkit.fold.folders import example_for
     from normkit.models import export
+    from normkit.models.export import check_target
     from normkit.models.huggingface import load_pretrained
 
+    check_target(given.out, given.int8)
     Progress()("loading the model, then tracing, writing and running it", 0, 1, math.nan)
     model = load_pretrained(given.model)
     if given.out.suffix == ".onnx" and any(each.dtype is torch.bfloat16 for each in model.parameters()):

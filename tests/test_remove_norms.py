@@ -267,8 +267,10 @@ sys.modules["torchvision"] = None  # its build may not fit this torch
 import torch, transformers
 folder, auto, sentences = sys.argv[1:]
 model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True).eval()
+model.save_pretrained(f"{folder}/again")  # as Trainer does
+again = getattr(transformers, auto).from_pretrained(f"{folder}/again", trust_remote_code=True).eval()
 with torch.no_grad():
-    found = [model(input_ids=torch.tensor([[2, 7, 9, 3]]))[0]]
+    found = [each(input_ids=torch.tensor([[2, 7, 9, 3]]))[0] for each in (model, again)]
     if sentences == "True":
         from sentence_transformers import SentenceTransformer
         model = SentenceTransformer(folder, trust_remote_code=True, device="cpu")
@@ -284,10 +286,11 @@ def check_without_normkit(out, model, auto, sentences=False):
     subprocess.run([sys.executable, "-c", LOADS, str(out), auto, str(sentences)], check=True, env=environment)
     found = torch.load(out / "found.pt")
     with torch.no_grad():
-        torch.testing.assert_close(found[0], model(input_ids=torch.tensor([[2, 7, 9, 3]]))[0], rtol=1e-4, atol=1e-5)
+        for each in found[:2]:
+            torch.testing.assert_close(each, model(input_ids=torch.tensor([[2, 7, 9, 3]]))[0], rtol=1e-4, atol=1e-5)
         if sentences:
             ids = torch.tensor([[2, 6, 8, 1, 3]])  # "." is unknown
-            torch.testing.assert_close(found[1][0], model(input_ids=ids)[0].mean(1)[0], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found[2][0], model(input_ids=ids)[0].mean(1)[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["BertModel", "LlamaForCausalLM"])

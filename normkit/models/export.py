@@ -145,20 +145,12 @@ def export(
     require_flags(dynamic=dynamic, stream=stream, fuse_attention=fuse_attention)
     allowed = "a number of at least 0, or None"
     require(tolerance is None or (is_number(tolerance) and tolerance >= 0), "tolerance", tolerance, allowed)
-    path = as_path(path, "path")
-    if path.suffix not in (".onnx", ".pt2"):
-        raise ValueError(f"export() writes .onnx or .pt2 by the ending of the path; got {path.name!r}")
-    if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
-        what = "is in no folder; make it first" if not path.parent.is_dir() else "is in a folder that takes no files"
-        raise ValueError(f"export() writes a file, and {path} {'is a folder' if path.is_dir() else what}; name another")
+    path = check_target(path, int8, fuse_attention)
     types = {each.dtype for each in model.parameters() if each.is_floating_point()}
     if path.suffix == ".onnx" and torch.bfloat16 in types:
         raise ValueError(f"onnxruntime lacks operations in bfloat16: export {type(model).__name__} as model.float()")
     if tolerance is None:  # half precision rounds at each layer
         tolerance = max([1e-4, *(16 * torch.finfo(each).eps for each in types if each.itemsize == 2)])
-    if path.suffix == ".pt2" and (int8 is not None or fuse_attention):
-        option = "int8" if int8 is not None else "fuse_attention"
-        raise ValueError(f"export({option}=) writes .onnx; got {path.name!r}")
     static = int8 is not None and not isinstance(int8, str)
     if static:
         check_batches(int8, "int8=")
@@ -205,6 +197,21 @@ def export(
             "--multiply-adds)"
         )
     return Exported(path, operations, runtime, error(tuple(got), expected), cosine, axes, wrapped.results, equal)
+
+
+def check_target(path: str | Path, int8: object, fuse_attention: bool = False) -> Path:
+    """Return the path of a file to write; a ValueError if it cannot be written there, or with these options."""
+    path = as_path(path, "path")
+    if path.suffix not in (".onnx", ".pt2"):
+        raise ValueError(f"export() writes .onnx or .pt2 by the ending of the path; got {path.name!r}")
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        what = "the folder is missing" if not path.parent.is_dir() else "the folder takes no files"
+        what = "it is a folder" if path.is_dir() else what
+        raise ValueError(f"export() cannot write {path}: {what}; name a file in a folder that exists")
+    if path.suffix == ".pt2" and (int8 is not None or fuse_attention):
+        option = "int8" if int8 is not None else "fuse_attention"
+        raise ValueError(f"export({option}=) writes .onnx; got {path.name!r}")
+    return path
 
 
 class TensorModel(nn.Module):

@@ -37,6 +37,7 @@ LOAD = '''"""Load the folded model of this folder: python -c "import load; model
 AutoModel and SentenceTransformer run this file with trust_remote_code=True.
 """
 
+import functools
 import inspect
 import pathlib
 from typing import Any
@@ -62,7 +63,14 @@ class Folded(Architecture):
         if problems := [*found["missing_keys"], *found["unexpected_keys"]]:
             raise ValueError(f"the weights do not fit: {problems}")
         model.__class__ = Architecture
+        model.save_pretrained = functools.partial(save, model)
         return model
+
+
+def save(model, folder, *args, **kwargs):
+    """Write a folder like this one: no other class opens its weights by mistake."""
+    Architecture.save_pretrained(model, folder, *args, **{"variant": "normkit", **kwargs})
+    (pathlib.Path(folder) / "load.py").write_bytes(pathlib.Path(__file__).read_bytes())
 
 
 Folded.__name__, Folded.__module__ = Architecture.__name__, Architecture.__module__  # transformers renames weights by

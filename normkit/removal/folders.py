@@ -271,7 +271,8 @@ def _load_lines(path: Path, out: Path) -> str:
             "from sentence_transformers import SentenceTransformer\n"
             f'model = SentenceTransformer("{out}", trust_remote_code=True)  # runs {out}/load.py'
         )
-    auto = next(iter(json.loads((out / "config.json").read_text(encoding="utf8")).get("auto_map", {})), None)
+    autos = json.loads((out / "config.json").read_text(encoding="utf8")).get("auto_map", {})
+    auto = "AutoModelForCausalLM" if "AutoModelForCausalLM" in autos else next(iter(autos), None)
     if auto is None:
         return f'import normkit\nmodel = normkit.load_pretrained("{out}")'
     return (
