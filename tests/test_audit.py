@@ -101,3 +101,14 @@ def test_a_norm_stays_where_something_else_sees_its_factor(options):
     folded, report = fold(model, X, remove_cancelled=True)
     assert isinstance(folded[1].norm, nn.RMSNorm)
     assert report.eps_error < 1e-14
+
+
+class Flagged(nn.Sequential):
+    def forward(self, x, attention_mask=None, only_norm=False):
+        return self[0](x) if only_norm else super().forward(x)
+
+
+def test_masks_and_flags_that_the_example_does_not_have_are_named():
+    model = convert(Flagged(nn.LayerNorm(4), nn.Linear(4, 4)), "un").eval()
+    assert audit(model, torch.randn(3, 4)).absent == ("attention_mask", "only_norm=False")
+    assert audit(model, torch.randn(3, 4), None, False).absent == ("attention_mask",)

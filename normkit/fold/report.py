@@ -34,8 +34,8 @@ class Outcome:
 class Audit:
     """Outcome of every norm: iterates over its rows, prints as a table.
 
-    `tried` are labels of the calls. `absent` are masks that the model takes and the example does not have. `untied` is
-    the number of parameters of the copies that `untie` made. `unreadable` are modules named like norms that stay as
+    `tried` are labels of the calls. `absent` are masks and flags that the model takes and the example does not have.
+    `untied` is the number of parameters of the copies that `untie` made. `unreadable` are modules named like norms that stay as
     they are, with the reason. `added` are arguments that the example does not have, and with which the model was
     called. `other_inputs` are modules that read inputs which the example does not have, such as images; they did not
     run, and stay as they are.
@@ -83,7 +83,7 @@ class Audit:
         known += [f"{self.untied:,} added by untying"] * bool(self.untied)
         notes = {
             "called with": self.added,
-            "not in the example, so taken as never given:": self.absent,
+            "not in the example, so taken as never given, or never changed:": self.absent,
             "left as they are, since they cannot be read:": [listed(self.unreadable, 4)] * bool(self.unreadable),
             "not run and left as they are, since they read other inputs:": self.other_inputs,
         }

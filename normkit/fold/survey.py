@@ -86,7 +86,9 @@ class Survey:
             self._require_norms()
             self.calls: dict[str, Call] = {EXAMPLE: self.given, **others}
             self._reach_experts()
-        self.absent = tuple(name for name in self.given.left_out(model) if "mask" in name)
+        left_out = {name: parameter.default for name, parameter in self.given.left_out(model).items()}
+        flags = [f"{name}={default}" for name, default in left_out.items() if isinstance(default, bool)]
+        self.absent = (*(name for name in left_out if "mask" in name), *flags)
         self.trace.other_inputs = self._other_inputs()
         if other:
             self._keep_tables_that_grow()
