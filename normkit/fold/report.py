@@ -35,10 +35,10 @@ class Audit:
     """Outcome of every norm: iterates over its rows, prints as a table.
 
     `tried` are labels of the calls. `absent` are masks and flags that the model takes and the example does not have.
-    `untied` is the number of parameters of the copies that `untie` made. `unreadable` are modules named like norms that stay as
-    they are, with the reason. `added` are arguments that the example does not have, and with which the model was
-    called. `other_inputs` are modules that read inputs which the example does not have, such as images; they did not
-    run, and stay as they are.
+    `untied` is the number of parameters of the copies that `untie` made. `unreadable` are modules named like norms
+    that stay as they are, with the reason. `added` are arguments that the example does not have, and with which the
+    model was called. `other_inputs` are modules that read inputs which the example does not have, such as images; they
+    did not run, and stay as they are.
     """
 
     rows: tuple[Outcome, ...]
