@@ -69,7 +69,7 @@ class Table(NamedTuple):
 
 def build(study: Study, scale: str, rows: Sequence[CsvRow]) -> Table:
     """Put the rows of a CSV, those of this study and scale, into the places of its table."""
-    lines = []
+    lines, fit = [], {cell.column for cell in expand(study, scale)}
     for row in study.rows:
         line = []
         for place, column in enumerate(study.columns):
@@ -78,7 +78,8 @@ def build(study: Study, scale: str, rows: Sequence[CsvRow]) -> Table:
             done = [metric.value(run) for run in runs if run["status"] == "done"]
             values = [value for value in done if value is not None]
             printed = row.printed[place] if row.printed else None
-            line.append(TableCell(printed, None if row.settings is None else runs, values, metric.digits))
+            here = row.settings is not None and (runs or place in fit)
+            line.append(TableCell(printed, runs if here else None, values, metric.digits))
         lines.append(line)
     for place in range(len(study.columns)):
         runs = [run for line in lines for run in line[place].runs or ()]
