@@ -194,6 +194,14 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
 
 
+FITTED = """width => {
+    const charts = [...document.querySelectorAll(".js-plotly-plot .main-svg:first-child")];
+    const boxes = charts.map(each => each.getBoundingClientRect());
+    const beside = boxes.filter(box => box.top === boxes[0].top);
+    return beside.reduce((sum, box) => sum + box.width, 0) <= width && boxes.every(box => box.right <= width);
+}"""
+
+
 def test_the_page_in_a_browser(runs, tmp_path):
     """Nothing is loaded or run but the page's own script, and charts fit phones and dark screens."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -217,6 +225,7 @@ def test_the_page_in_a_browser(runs, tmp_path):
             tab.goto(path.as_uri())
             tab.wait_for_selector(".js-plotly-plot .scatterlayer path.js-line", state="attached")
             assert tab.locator(".js-plotly-plot").count() == 3, "two losses, statistics"
+            tab.wait_for_function(FITTED, arg=width)  # Plotly sizes charts once more after it drew them
             boxes = [each.bounding_box() for each in tab.locator(".js-plotly-plot .main-svg:first-child").all()]
             assert len({(round(box["x"] / 99), round(box["y"] / 99)) for box in boxes}) == 3
             assert all(box["x"] + box["width"] <= width for box in boxes)
