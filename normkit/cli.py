@@ -27,7 +27,16 @@ EXTRAS = {"transformers": "huggingface", "safetensors": "huggingface", "pyarrow"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit status."""
-    warnings.showwarning = lambda message, *_: _complain(f"warning: {message}") and None
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        return _run(arguments)
+
+
+def _show_warning(message: Warning | str, *_: Any) -> None:
+    _complain(f"warning: {message}")
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     if sys.stdout is None:  # closed
         sys.stdout = Path(os.devnull).open("w", encoding="utf8")  # noqa: SIM115
     try:

@@ -274,6 +274,8 @@ def test_weights_that_are_not_square_or_shared_are_quantized_dynamically(tmp_pat
     square, embedding = nn.Linear(8, 8), nn.Embedding(8, 8)
     model = nn.Sequential(nn.Linear(8, 5, bias=False), nn.ReLU(), nn.Linear(5, 8), square, nn.Tanh(), square).eval()
     assert export(model, tmp_path / "m.onnx", torch.randn(4, 8), int8="dynamic").cosine > 0.99
+    graph = onnx.load(tmp_path / "m.onnx").graph
+    assert {each.name for each in graph.initializer} <= {name for node in graph.node for name in node.input}
     tied = nn.Sequential(embedding, nn.Tanh(), nn.Linear(8, 8)).eval()
     tied[2].weight = embedding.weight
     assert export(tied, tmp_path / "m.onnx", torch.randint(8, (4,)), int8="dynamic").cosine > 0.99

@@ -280,6 +280,13 @@ torch.save(found, f"{folder}/found.pt")
 """
 
 
+def test_factors_that_integers_cannot_hold_are_told_before_the_training(monkeypatch):
+    monkeypatch.setattr(remove, "UNEVEN", 1e-9)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    with pytest.warns(UserWarning, match="multiply_adds"):
+        normkit.remove_norms(model, [torch.randn(8, 4) for _ in range(2)], steps=1)
+
+
 def check_without_normkit(out, model, auto, sentences=False):
     """Transformers and SentenceTransformer, in a process without normkit, give what the model gives."""
     environment = {**os.environ, "HF_HOME": str(out.parent / "hf"), "HF_HUB_OFFLINE": "1"}

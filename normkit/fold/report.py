@@ -79,7 +79,7 @@ class Audit:
         gains, known = self.count("gain folded"), [f"{self.foldable} norms fold away"]
         known += [f"{gains} that stay lose their gain"] * bool(gains)
         left = self.count("multiply-add", "add")
-        known += [f"{left} become{'s' if left == 1 else ''} a multiply-add"] * bool(left)
+        known += [f"a multiply-add or an addition is left of {left}"] * bool(left)
         known += [f"{self.untied:,} added by untying"] * bool(self.untied)
         notes = {
             "called with": self.added,

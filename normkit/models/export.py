@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import io
 import logging
+import math
 import os
 import re
 import tempfile
@@ -11,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -173,21 +174,21 @@ def export(
         new = Path(scratch) / "new" / path.name  # and what belongs to it; nothing is replaced before it is verified
         in_float = Path(scratch) / path.name if int8 is not None else new
         new.parent.mkdir()
-        operations, runtime, got, axes, equal = _write(wrapped, in_float, shapes, fuse_attention)
-        if any(len(each) > 1 for each in axes.values()) and not _takes_other_sizes(wrapped, in_float, axes, tolerance):
-            shapes = open_axes(wrapped.given, tokens=False)
-            operations, runtime, got, axes, equal = _write(wrapped, in_float, shapes, fuse_attention)
+        made, got = _write(wrapped, in_float, shapes, fuse_attention)
+        several = any(len(each) > 1 for each in made.dynamic.values())
+        if several and not _takes_other_sizes(wrapped, in_float, made.dynamic, tolerance):
+            made, got = _write(wrapped, in_float, open_axes(wrapped.given, tokens=False), fuse_attention)
         worst = error(tuple(got), expected)
         if not worst <= tolerance:
-            differ = f"outputs differ by {worst:.1e} in {runtime}; tolerance={tolerance:.1e} is allowed"
+            differ = f"outputs differ by {worst:.1e} in {made.runtime}; tolerance={tolerance:.1e} is allowed"
             raise ValueError(f"{path} computes something else than the model: {differ}")
         if int8 is not None:
             quantize(in_float, new, [wrapped.feed(batch) for batch in batches] if static else None, stream)
-            operations, got = _operations(new), _run(wrapped, new, wrapped.given)
+            made, got = replace(made, operations=_operations(new)), _run(wrapped, new, wrapped.given)
         for file in sorted(new.parent.iterdir(), key=lambda file: file == new):  # the weights of a graph first
             file.replace(path.with_name(file.name))
     if int8 is None:
-        return Exported(path, operations, runtime, worst, None, axes, wrapped.results, equal)
+        return replace(made, path=path, max_error=worst)
     pairs = [(a.double().flatten(), b.double().flatten()) for a, b in zip(got, expected, strict=True)]
     cosine = min(float(torch.cosine_similarity(*pair, dim=0)) for pair in pairs)
     if cosine < NEAR:
@@ -196,11 +197,11 @@ def export(
             "Export in float32, quantize with batches, or leave each norm as a multiply-add (multiply_adds=True, "
             "--multiply-adds)"
         )
-    return Exported(path, operations, runtime, error(tuple(got), expected), cosine, axes, wrapped.results, equal)
+    return replace(made, path=path, max_error=error(tuple(got), expected), cosine=cosine)
 
 
 def check_target(path: str | Path, int8: object, fuse_attention: bool = False) -> Path:
-    """Return the path of a file to write; a ValueError if it cannot be written there, or with these options."""
+    """Return the path of a file to write; a ValueError if it, or an option, does not allow that."""
     path = as_path(path, "path")
     if path.suffix not in (".onnx", ".pt2"):
         raise ValueError(f"export() writes .onnx or .pt2 by the ending of the path; got {path.name!r}")
@@ -276,7 +277,7 @@ def program_of(model: nn.Module, *example: Tensor, dynamic_shapes: Any = None) -
         with torch.no_grad():
             return torch.export.export(model, example, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:
-        advice = NOT_FOLLOWED.get(type(error).__name__)  # what PyTorch says of the model, at length
+        advice = NOT_FOLLOWED.get(type(error).__name__)  # PyTorch writes paragraphs
         if advice is None:
             raise
         why = re.split(r"[!\n]", str(error))[0]
@@ -293,10 +294,8 @@ def _counted(names: Iterable[str]) -> dict[str, int]:
     return dict(Counter(sorted(names)).most_common())
 
 
-def _write(
-    model: TensorModel, path: Path, shapes: Any, fused: bool
-) -> tuple[dict[str, int], str, Sequence[Tensor], dict[str, tuple[int, ...]], tuple[str, ...]]:
-    """Write a file in float; return operations, runtime, outputs on the example, open axes, inputs of equal length."""
+def _write(model: TensorModel, path: Path, shapes: Any, fused: bool) -> tuple[Exported, Sequence[Tensor]]:
+    """Write a file in float and run it; return what it is, with no error yet, and the outputs on the example."""
     if path.suffix == ".onnx":
         with needs("export() to ONNX", "export"):
             import onnxruntime  # noqa: F401
@@ -324,11 +323,13 @@ def _write(
             )
         assert written is not None
         written.save(str(path))
-        return _operations(path), "onnxruntime", _run(model, path, model.given), axes, equal
+        found = Exported(path, _operations(path), "onnxruntime", math.nan, None, axes, model.results, equal)
+        return found, _run(model, path, model.given)
     with torch.no_grad():
         torch.export.save(program, buffer := io.BytesIO())  # to a file on a full disk, it ends the process
         path.write_bytes(buffer.getbuffer())
-        return operations_of(program), "torch.export", _run(model, path, model.given), axes, equal
+        found = Exported(path, operations_of(program), "torch.export", math.nan, None, axes, model.results, equal)
+        return found, _run(model, path, model.given)
 
 
 def _takes_other_sizes(model: TensorModel, path: Path, axes: dict, tolerance: float) -> bool:

@@ -228,7 +228,7 @@ def unfit_length(norm: nn.Module) -> int | None:
     return next((call.unfit[norm][1] for call in lasts if call in _running.calls and norm in call.unfit), None)
 
 
-OTHER_TOKENS = ("encoder_", "decoder_", "cross_", "memory_", "global_", "visual_")  # in masks' names
+OTHER_TOKENS = ("encoder_", "decoder_", "cross_", "memory_", "global_", "visual_")  # in names of masks
 
 
 def derived_mask(
@@ -275,7 +275,7 @@ def _can_derive(name: str, value: Tensor, argument: str) -> bool:
 
 
 def _alike(name: str, argument: str) -> bool:
-    """Return True if two names end alike, such as `..._padding_mask`, and the first one says of no other tokens."""
+    """Return True if two names end alike, as in `_padding_mask`, and the first names no other tokens."""
     kind = "_".join(argument.split("_")[-2:])
     other = any(word in name and word not in argument for word in OTHER_TOKENS)
     return "_" in kind and name.endswith(kind) and not other

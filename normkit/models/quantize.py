@@ -100,6 +100,7 @@ def _renamed(path: Path) -> Any:
         if uses[name := node.input[1]] > 1 and name in by_name:
             values.append(by_name[name])
             values[-1].name = node.input[1] = f"copied_{number}"
+            uses[name] -= 1  # the last one keeps the original
     weights = {value.name for value in values} | set(new)
     noted = [info for info in model.graph.value_info if info.name not in weights]
     del model.graph.value_info[:]

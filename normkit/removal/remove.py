@@ -239,8 +239,9 @@ def remove_norms(
     clamps_first(trial)
     if (factor := folding(trial)[1].largest_factor) > UNEVEN:
         warn(
-            f"without its norms this model's weights have factors up to {factor:.1g}, as post-norm models do; if you "
-            "need float16 or 8-bit integers, begin again with multiply_adds (--multiply-adds)"
+            f"folding multiplies weights of this model by up to {factor:.1g}, as in post-norm models; float16 and "
+            "8-bit integers cannot hold that. For these begin again with --multiply-adds, or in Python with "
+            "fold(..., multiply_adds=True) in fold="
         )
     if clamp and loss is None and frozen and blocks_of(teacher, first[0], forward):
         train_blocks(

@@ -165,7 +165,7 @@ def ran(table: Table) -> str:
         _span(name, [float(run[name]) for run in runs if run.get(name)]) for name in ("parameters", "steps", "minutes")
     ]
     seeds = _span("seeds", [len(cell.runs) for line in table.cells for cell in line if cell.runs])
-    return "; ".join([data, *spans, seeds.replace("1 seeds", "1 seed") if seeds == "1 seeds" else seeds])
+    return "; ".join([data, *spans, "1 seed" if seeds == "1 seeds" else seeds])
 
 
 def _span(name: str, values: Sequence[float]) -> str:

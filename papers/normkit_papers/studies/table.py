@@ -17,7 +17,7 @@ NONE = "-"
 
 
 class TableCell(NamedTuple):
-    """The paper's figure, if it printed one, and our runs, which are None for quoted figures."""
+    """The paper's figure, if it printed one, and our runs: None if it is quoted, or no data here fit the scale."""
 
     printed: str | None
     runs: list[CsvRow] | None
@@ -57,8 +57,7 @@ class Table(NamedTuple):
     @property
     def places(self) -> set[int]:
         """The columns that have runs at this scale, or can have."""
-        found = {place for line in self.cells for place, cell in enumerate(line) if cell.runs}
-        return found | {cell.column for cell in expand(self.study, self.scale)}
+        return {place for line in self.cells for place, cell in enumerate(line) if cell.runs is not None}
 
     @property
     def runs(self) -> list[CsvRow]:
