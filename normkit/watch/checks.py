@@ -392,8 +392,8 @@ CHECKS = (
     Check("large values", large_values, "largest overflow", _any, how=""),
     Check("dead channels", dead_channels, "zero_channels dead", _any, 2),
     Check("zero gain", by_site(
-        1e-30, "the gain is zero in every channel, so the norm passes nothing on", "train it, or start it at 1",
-        number=Series.last, below=True), "gamma_over_psi_max", _any, 2, how=""),
+        LIMITS["dead"], "the gain is zero in {percent:.0f} % of the channels, of which the norm passes nothing on",
+        "train it, or start it at 1", number=Series.last), "zero_gain", _any, 2, how=""),
     Check("gradient spikes", by_site(
         LIMITS["spike"], "the gradient spikes to {0:.3g}x its median", "clip it, warm up longer, or use pre-norm",
         number=spike), "gradient_norm", None, 4),

@@ -127,6 +127,9 @@ QUANTITIES: dict[str, Quantity] = {
         for place, (name, (_, text)) in enumerate(QUARTILES.items())
     },
     "learned_g": Quantity("mean of the learned weight (ScaleNorm: its g)", "Tears Fig. 3, 4", "weight", _mean),
+    "zero_gain": Quantity(
+        "share of channels whose learned weight is zero", "normkit",
+        "weight", lambda gain: (gain == 0).to(gain.dtype).mean(-1)),
     # gradients
     "g_mu": Quantity("(1/d) ||g_mu||, g_mu = mean(gamma dL/dy)", "PowerNorm Eq. 3, Fig. 3", "g_mu", _per_channel),
     "g_sigma2": Quantity(

@@ -79,6 +79,7 @@ def test_a_tiny_run_of_every_recipe(name, norm, tmp_path):
     sites = sum(isinstance(module, normkit.Norm) for module in model.modules())
     assert sum(",rms," in row for row in rows) == 3 * sites, "steps 1, 9 and 17, every norm"
     assert sum("gradient_norm" in row for row in rows) == 3
+    assert any(",constant_loss," in row for row in rows)
 
 
 def test_tables_have_the_same_rows():

@@ -106,7 +106,7 @@ class Detection(Task):
 
     def __init__(self, run, model, data):
         super().__init__(run, model, data)
-        self.detector = DETECTORS[run.model.arch]
+        self.criterion, self.detector = None, DETECTORS[run.model.arch]
         for scenes in (data.train, data.test):
             if self.detector.masks and not scenes.has_outlines:
                 raise ValueError(

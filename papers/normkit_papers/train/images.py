@@ -47,7 +47,7 @@ class Classification(Task):
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """Return the cross-entropy."""
         images, labels = batch.tensors
-        return F.cross_entropy(self.model(images), labels, label_smoothing=smoothing)
+        return self.cross_entropy(self.model(images), labels, smoothing)
 
     def validation_batches(self) -> list[Batch]:
         """Return the validation split as one batch."""
@@ -118,7 +118,7 @@ class ImageClassification(Task):
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """Return the cross-entropy of the classes, or of their mixtures."""
         images, labels = batch.tensors
-        return F.cross_entropy(self._logits(self.model, images), labels, label_smoothing=smoothing)
+        return self.cross_entropy(self._logits(self.model, images), labels, smoothing)
 
     def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
         if self.settings.images.channels_last:

@@ -5,7 +5,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normkit_papers.data.batches import Batch, endless
@@ -30,6 +29,8 @@ class Language(Task):
 
     def __init__(self, run: Run, model: nn.Module, data: Any):
         super().__init__(run, model, data)
+        if run.model.adaptive and not run.label_smoothing:
+            self.criterion = None
         self.carried: WeakKeyDictionary[nn.Module, Cache] = WeakKeyDictionary()
 
     def batches(self, start: int, stride: int = 1) -> Iterator[Batch]:
@@ -63,7 +64,7 @@ class Language(Task):
         if isinstance(self.model, DecoderLM) and self.settings.model.adaptive and not smoothing:
             return self.model.nll(given, target, cache)
         logits = self.model(given, cache)[:, -target.shape[1] :]
-        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), label_smoothing=smoothing)
+        return self.cross_entropy(logits.flatten(0, 1), target.flatten(), smoothing)
 
     def _continue(self, model: nn.Module, batch: Batch) -> Cache | None:
         """Return the state that a batch continues and updates; None if the model carries none."""

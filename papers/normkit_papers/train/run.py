@@ -114,7 +114,8 @@ def _fit(task: Task, callback: RunCallback, resume: bool) -> Watch | None:
     if run.record_every:
         every, log_every = (steps * run.accumulate for steps in (run.record_every, callback.log_every))
         rows = folder / "rows.csv"
-        watch = Watch(every, run.quantities, to=rows, keep=50_000, part="model", log_every=log_every)
+        loss = "criterion" if task.criterion else ""
+        watch = Watch(every, run.quantities, to=rows, keep=50_000, part="model", loss=loss, log_every=log_every)
     trainer = make_trainer(
         folder,
         max_steps=run.steps,

@@ -42,6 +42,7 @@ class Task(lightning.LightningModule):
                 "of images: images.held_out)"
             )
         self.settings, self.model, self.data = run, model, data
+        self.criterion: nn.CrossEntropyLoss | None = nn.CrossEntropyLoss()  # None: the model computes its loss
         self.kind = "running"  # of the scores that are being computed
         self.calibration_batches = min(self.calibration_batches, run.steps)  # a short try is not to wait for more
         self.outputs: dict[str, list[str]] = {}  # decoded test split, by kind of scores
@@ -65,6 +66,12 @@ class Task(lightning.LightningModule):
     def loss(self, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """Return the mean loss of a batch."""
         raise NotImplementedError
+
+    def cross_entropy(self, scores: Tensor, target: Tensor, smoothing: float, ignored: int = -100) -> Tensor:
+        """Return the mean cross-entropy, by a module, as its hook shows `Watch` what the targets are."""
+        assert self.criterion is not None
+        self.criterion.label_smoothing, self.criterion.ignore_index = smoothing, ignored
+        return self.criterion(scores, target)
 
     def validation_batches(self) -> list[Batch]:
         """Return the batches of the validation split."""

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import torch.nn.functional as F
 from torch import Tensor
 
 from normkit_papers.data.batches import Batch, batches_of, endless, spread
@@ -66,8 +65,8 @@ class Translation(Task):
         if self.settings.model.mask_logits:
             allowed = self.model.get_buffer("allowed")  # the loss of a masked symbol would be about 1e9
             scores, target = scores[..., allowed], (allowed.cumsum(0) - 1).masked_fill(~allowed, -1)[target]
-            return F.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=-1, label_smoothing=smoothing)
-        return F.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=PAD, label_smoothing=smoothing)
+            return self.cross_entropy(scores.flatten(0, 1), target.flatten(), smoothing, ignored=-1)
+        return self.cross_entropy(scores.flatten(0, 1), target.flatten(), smoothing, ignored=PAD)
 
     def mean_loss(self, batches: list[Batch], smoothing: float = 0.0) -> float:
         """Return the mean loss per target symbol, at inference, without symbols that are masked."""
