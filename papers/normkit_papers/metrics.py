@@ -19,12 +19,14 @@ class StudyMetric(NamedTuple):
     """One number of a run: the first of these fields of the CSV that it has.
 
     `better` is the sign of a gain, or 0. A `summary` fills the field from recorded statistics when a run has ended.
+    `meaning` explains what is no well-known score.
     """
 
     fields: tuple[str, ...]
     better: int = 0
     digits: int = 1
     summary: Summary | None = None
+    meaning: str = ""
 
     def value(self, row: Mapping[str, Any]) -> float | None:
         """Return the number in a row of a CSV.
@@ -120,19 +122,19 @@ KINDS = {"": ("beam", "running"), " running": ("running",), " calibrated": ("cal
 SIZES = {"": "", "50": "50", "75": "75", "s": "_small", "m": "_medium", "l": "_large"}
 """Suffixes of average precision in COCO's tables, and those in result files."""
 
-SUMMARIES: dict[str, Summary] = {
-    "singular value": _singular_value,
-    "g shallow": _by_depth("learned_g", DECODER, deep=False),
-    "g deep": _by_depth("learned_g", DECODER, deep=True),
-    "g output": _output_g,
-    "filtered shallow": _by_depth("filtered", "", deep=False),
-    "filtered deep": _by_depth("filtered", "", deep=True),
-    "filtered early": _dropped(late=False),
-    "filtered late": _dropped(late=True),
-    "cka": _similarity(1),
-    "cka shallow": _similarity(3),
+SUMMARIES: dict[str, tuple[Summary, str]] = {
+    "singular value": (_singular_value, "singular value a tenth of the way down, of a largest of 1"),
+    "g shallow": (_by_depth("learned_g", DECODER, deep=False), "mean learned g of the first half of the decoder"),
+    "g deep": (_by_depth("learned_g", DECODER, deep=True), "mean learned g of its second half"),
+    "g output": (_output_g, "learned g of the decoder's last norm"),
+    "filtered shallow": (_by_depth("filtered", "", deep=False), "dropped steps, mean over the first half of the norms"),
+    "filtered deep": (_by_depth("filtered", "", deep=True), "the same over the second half"),
+    "filtered early": (_dropped(late=False), "dropped steps in the first half after the warm-up, mean over norms"),
+    "filtered late": (_dropped(late=True), "the same in the second half"),
+    "cka": (_similarity(1), "similarity of equal layers of two models (CKA, at most 1), mean over layers"),
+    "cka shallow": (_similarity(3), "the same over the first third of the layers"),
 }
-"""Metrics of recorded statistics at the end of a run, by name."""
+"""Metrics of recorded statistics at the end of a run, and what they mean, by name."""
 
 STUDY_METRICS: dict[str, StudyMetric] = {
     **{
@@ -150,17 +152,22 @@ STUDY_METRICS: dict[str, StudyMetric] = {
     "perplexity valid": StudyMetric(("perplexity valid",), -1),
     "perplexity train": StudyMetric(("perplexity train",), -1, 3),
     "minutes to 80%": StudyMetric(("minutes to 80%",), -1),
-    "memory": StudyMetric(("memory",), -1, 0),  # peak MB allocated at inference
-    "speed": StudyMetric(("speed",), 1),  # items per second at inference
+    "memory": StudyMetric(("memory",), -1, 0, meaning="peak MB allocated at inference"),
+    "speed": StudyMetric(("speed",), 1, meaning="items per second at inference"),
     **{
-        name: StudyMetric((name,), int(name.startswith(("singular", "cka"))), 3, summary)
-        for name, summary in SUMMARIES.items()
+        name: StudyMetric((name,), int(name.startswith(("singular", "cka"))), 3, summary, meaning)
+        for name, (summary, meaning) in SUMMARIES.items()
     },
-    **{  # of the first norm over the run: its median, and how far its outliers stand out
-        f"{name}{suffix}": StudyMetric((f"{name}{suffix}",), 0, digits, _over_run(name, summarize))
-        for name in QUANTITIES
-        for suffix, summarize, digits in (("", statistics.median, 4), (" outliers", _largest_over_median, 1))
+    **{
+        f"{name}{suffix}": StudyMetric(
+            (f"{name}{suffix}",), 0, digits, _over_run(name, summarize, every), f"{quantity.definition}; {over}"
+        )
+        for name, quantity in QUANTITIES.items()
+        for suffix, summarize, every, digits, over in (
+            ("", statistics.median, False, 4, "median over the run, first norm"),
+            (" outliers", _largest_over_median, False, 1, "its largest value over the run by its median, first norm"),
+            (" anywhere", max, True, 3, "largest over the run and all norms"),
+        )
     },
-    **{f"{name} anywhere": StudyMetric((f"{name} anywhere",), 0, 3, _over_run(name, max, True)) for name in QUANTITIES},
 }
 """Metrics by name, as in `Column.metric`."""

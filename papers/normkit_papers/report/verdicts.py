@@ -77,9 +77,9 @@ def _apply(rule: Rule, table: Table) -> tuple[str, str]:
         AGREES if less - half >= rule.by else DISAGREES if less + half < rule.by else UNDECIDED for less, half in found
     }
     verdicts |= {UNDECIDED} if learned != ran or (rule.columns and len(fit) < len(places)) else set()
-    detail = ", ".join(
-        f"{less:+.3g} ± {half:.2g}" if half == half else f"{less:+.3g}, no interval" for less, half in found
-    )
+    form = "+.3g" if rule.than or rule.fails else ".3g"
+    signed = [(less if form == "+.3g" else -less, half) for less, half in found]
+    detail = ", ".join(f"{x:{form}} ± {half:.2g}" if half == half else f"{x:{form}}, no interval" for x, half in signed)
     return min(verdicts, key=ORDER.index), detail
 
 

@@ -152,6 +152,10 @@ def remarks(table: Table) -> list[str]:
         names = ", ".join(study.columns[place].title for place in places)
         which = "all columns" if len(places) == len(study.columns) else names
         lines += [f"{what}, {table.scale}: {which}."] if places else []
+    meanings: dict[str, list[str]] = {}
+    for column in study.columns:
+        meanings.setdefault(STUDY_METRICS[column.metric].meaning, []).append(column.title)
+    lines += [f"Column {'; '.join(titles)}: {meaning}." for meaning, titles in meanings.items() if meaning]
     if runs := table.runs:
         made = [run for run in runs if run.get("device")]
         facts = {
