@@ -93,6 +93,7 @@ def test_the_same_architecture_comes_out(name, untie, tmp_path, monkeypatch):
         return
     model.save_pretrained(tmp_path / "model", max_shard_size="1GB" if untie else "8KB")
     (tmp_path / "model" / "tokenizer.json").write_bytes(b'{"a": 1}\r\n')
+    (tmp_path / "model" / "README.md").write_text("---\nlicense: mit\n---\n\n# A model\n" if untie else "# A model\n")
     report = fold_dir(tmp_path / "model", tmp_path / "folded", untie)
     assert report.count("gain folded") == gains - (tied and not untie), str(report)
     stays = [row for row in report if "its bias stays" in row.why]
@@ -118,6 +119,10 @@ def test_the_same_architecture_comes_out(name, untie, tmp_path, monkeypatch):
         file.name for file in (tmp_path / "model").iterdir()
     }
     assert (tmp_path / "folded" / "tokenizer.json").read_bytes() == b'{"a": 1}\r\n'
+    *metadata, told, card = (tmp_path / "folded" / "README.md").read_text().split("\n\n")
+    assert (metadata, card) == (["---\nlicense: mit\n---"] if untie else [], "# A model\n")
+    assert "normkit" in told
+    assert "`model`" in told
     for row in report:
         if row.action == "gain folded":
             gated = "Gated" in type(again.get_submodule(row.name.rpartition(".")[0])).__name__

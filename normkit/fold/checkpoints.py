@@ -28,7 +28,14 @@ from normkit.fold.report import Audit, Report
 from normkit.fold.rewrite import Edit, find_edits, largest_factor
 from normkit.fold.survey import Survey
 from normkit.models.convert import find
-from normkit.models.huggingface import LOADING, open_model, read_config, transformers_class, weight_files
+from normkit.models.huggingface import (
+    LOADING,
+    copy_small_files,
+    open_model,
+    read_config,
+    transformers_class,
+    weight_files,
+)
 from normkit.models.invoke import Call
 from normkit.models.lazy import Lazy, blocks, in_float64, is_large, only_moving
 
@@ -38,10 +45,6 @@ TYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 NEAR = 0.1  # mean difference up to which gains are near a number
-NOT_COPIED = (
-    "*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.gguf", "*.h5", "*.msgpack",
-    "*.onnx", "*.onnx_data", "*.py", "config.json", ".*",
-)  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -314,21 +317,6 @@ def _write(checkpoint: Checkpoint, out: Path, changes: dict[str, Edit], added: d
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf8")
     else:
         shutil.copyfile(checkpoint.path / "config.json", out / "config.json")
-
-
-def copy_small_files(path: Path, out: Path) -> None:
-    """Copy tokenizer, chat template and other small files beside config and weights.
-
-    Of the folders inside, those that `modules.json` names are copied, with their weights.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    for file in sorted(path.iterdir()):
-        if file.is_file() and not any(file.match(pattern) for pattern in NOT_COPIED):
-            shutil.copyfile(file, out / file.name)
-    if (modules := path / "modules.json").is_file():
-        for name in (module["path"] for module in json.loads(modules.read_text(encoding="utf8"))):
-            if name and Path(name).name == name and (path / name).is_dir():
-                shutil.copytree(path / name, out / name, dirs_exist_ok=True)
 
 
 def _write_shard(file: Path, shard: dict[str, Stored], changes: dict[str, Edit], metadata: dict[str, str]) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from normkit.fold import audit, fold
-from normkit.fold.checkpoints import Checkpoint, audit_checkpoint, copy_small_files, doubtful_gains, fold_checkpoint
+from normkit.fold.checkpoints import Checkpoint, audit_checkpoint, doubtful_gains, fold_checkpoint
 from normkit.fold.report import Audit, Report
 from normkit.models import find
-from normkit.models.huggingface import load_pretrained, read_config, save_pretrained
+from normkit.models.huggingface import copy_small_files, load_pretrained, read_config, save_pretrained
 from normkit.models.model_changes import KEY
 
 

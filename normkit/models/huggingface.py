@@ -7,6 +7,7 @@ import importlib
 import inspect
 import json
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,11 @@ STANDARD = {"identity", "affine", "LayerNorm", "RMSNorm", "clamped norm", "clamp
 LOADS = (Affine, Clamp, begin, put_first_token, full_name, save_buffer, build, apply_changes)  # the code of load.py
 LOADING = {"local_files_only": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
 AUTO_CLASS = "load.Folded"  # in config.json, for trust_remote_code=True
+CARD = re.compile(r"(---\n.*?\n---\n+)(.*)", re.DOTALL)  # metadata, text
+NOT_COPIED = (
+    "*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.gguf", "*.h5", "*.msgpack",
+    "*.onnx", "*.onnx_data", "*.py", "config.json", ".*",
+)  # fmt: skip
 LOAD = '''"""Load the folded model of this folder: python -c "import load; model = load.model()". Needs no normkit.
 
 AutoModel and SentenceTransformer run this file with trust_remote_code=True.
@@ -129,6 +135,27 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
             file.unlink()
         for file in sorted(Path(new).iterdir()):  # weights last: without them nothing loads
             file.replace(folder / file.name)
+
+
+def copy_small_files(path: Path, out: Path) -> None:
+    """Copy tokenizer, chat template and other small files beside config and weights.
+
+    Of the folders inside, those that `modules.json` names are copied, with their weights. The model card says that it
+    is the original's.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for file in sorted(path.iterdir()):
+        if file.is_file() and not any(file.match(pattern) for pattern in NOT_COPIED):
+            shutil.copyfile(file, out / file.name)
+    if (card := out / "README.md").is_file():
+        text = card.read_text(encoding="utf8", errors="replace")
+        metadata, text = match.groups() if (match := CARD.fullmatch(text)) else ("", text)
+        told = f"> normkit changed the norms of this model. Below is the card of the original, `{path.resolve().name}`."
+        card.write_text(f"{metadata}{told}\n\n{text}", encoding="utf8")
+    if (modules := path / "modules.json").is_file():
+        for name in (module["path"] for module in json.loads(modules.read_text(encoding="utf8"))):
+            if name and Path(name).name == name and (path / name).is_dir():
+                shutil.copytree(path / name, out / name, dirs_exist_ok=True)
 
 
 def _set_auto_class(path: Path, loads: bool) -> None:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from normkit._util import align, require, write_whole
 from normkit.fold import fold
-from normkit.fold.checkpoints import copy_small_files
 from normkit.fold.folders import example_for
 from normkit.models import load_pretrained, save_pretrained
 from normkit.models.first_token import Clamp, keep_first_token
+from normkit.models.huggingface import copy_small_files
 from normkit.removal.distill import Comparison, mask_of
 from normkit.removal.large_tokens import large_first_token
 from normkit.removal.remove import Removal, remove_norms
