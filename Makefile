@@ -67,6 +67,6 @@ $(VENV)/.demo: PACKAGES = -e . -e papers
 $(VENV)/.demo: pyproject.toml papers/pyproject.toml constraints.txt
 	$(set_up)
 
-$(VENV)/.dev: PACKAGES = -e ".[dev]" -e "papers[ray,text,vision,watch]"
+$(VENV)/.dev: PACKAGES = -e ".[dev]" -e "papers[ray,text,vision]"
 $(VENV)/.dev: $(VENV)/.demo
 	$(set_up)

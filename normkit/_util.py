@@ -4,12 +4,11 @@ import contextlib
 import difflib
 import numbers
 import os
-import stat
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 Row = TypeVar("Row")
 
@@ -151,22 +150,6 @@ def write_whole(path: Path, data: bytes) -> Path:
         os.fsync(directory)
         os.close(directory)
     return path
-
-
-def open_regular(path: str | Path) -> BinaryIO:
-    """Open a file for reading in binary, without ever waiting for a writer.
-
-    Opening a named pipe would wait until another process writes to it, and a device may never end.
-
-    Raises:
-        ValueError: if the path is no regular file but, for example, a named pipe.
-        OSError: if the file cannot be opened.
-    """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ValueError(f"{path} is not a regular file")
-    return os.fdopen(descriptor, "rb")
 
 
 def escape(text: str, keep: str = "") -> str:

@@ -5,24 +5,35 @@ Exit status: 0 if all went well, 1 if `diagnose` found a fault, 2 for bad input 
 """
 
 import argparse
-import contextlib
 import csv
 import importlib.util
 import io
 import math
 import os
-import signal
 import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
+from normkit import __version__, watch
+from normkit._util import align, escape, write_whole
+from normkit.bench import measure_norms
+from normkit.fold.folders import audit_dir, example_for, fold_dir
+from normkit.fold.plan import ONLINE
+from normkit.models.export import check_target
+from normkit.models.export import export as export_model
+from normkit.models.huggingface import load_pretrained
+from normkit.norms import NORMS, make, options
+from normkit.removal.folders import Settings, remove_norms_dir
+from normkit.removal.state import STATE
+
 FOUND, BAD_INPUT, INTERRUPTED = 1, 2, 130
 EVERY = 10.0  # seconds between lines of progress
-EXTRAS = {"transformers": "huggingface", "safetensors": "huggingface", "pyarrow": "watch"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,8 +52,6 @@ def _run(arguments: Sequence[str] | None) -> int:
         sys.stdout = Path(os.devnull).open("w", encoding="utf8")  # noqa: SIM115
     try:
         given = _parser().parse_args(arguments)
-        with _end_at_once():  # importing PyTorch takes seconds, and may catch a KeyboardInterrupt
-            importlib.import_module("normkit")
         for name in (*given.modules_before, *given.modules):
             import_module(name)
         return given.run(given)
@@ -51,14 +60,6 @@ def _run(arguments: Sequence[str] | None) -> int:
     except BrokenPipeError:  # the reader of our output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except ModuleNotFoundError as error:
-        package = (error.name or "").split(".")[0]
-        if package in ("", "normkit"):
-            raise
-        extra = f"'normkit[{EXTRAS.get(package, 'export')}]'"
-        return _complain(
-            f"this needs the package {package}; pip install {'datasets' if package == 'datasets' else extra}"
-        )
     except OSError as error:
         what = error.strerror or str(error) or type(error).__name__
         return _complain(f"{what}: {error.filename}" if error.filename else what)
@@ -95,7 +96,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser("normkit", description="Swap, watch and fold away the norms of any Transformer.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    parser.add_argument("--version", action="version", version=f"normkit {__version__}")
     modules: dict[str, Any] = {"action": "append", "default": [], "metavar": "FILE", "help": (
         "import a module or .py file first, such as one that adds norms to normkit.NORMS"
     )}  # fmt: skip
@@ -156,8 +157,6 @@ def _model(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def list_(_: argparse.Namespace) -> int:
     """List the norms with their options."""
-    from normkit.norms import NORMS, make, options
-
     common = options("layer").items()
     _write("Norms: a spec is a name, or a name with options as in 'un(window=8)'\n")
     for name, kind in NORMS.items():
@@ -175,9 +174,6 @@ def list_(_: argparse.Namespace) -> int:
 
 def audit(given: argparse.Namespace) -> int:
     """Report for each norm of a model what folding can make of it; nothing changes."""
-    from normkit.fold.folders import audit_dir
-    from normkit.fold.plan import ONLINE
-
     found, doubts = audit_dir(given.model)
     _write(str(found))
     if any(row.why.startswith(ONLINE) for row in found):
@@ -193,8 +189,7 @@ def fold(given: argparse.Namespace) -> int:
     A model whose norms compute statistics keeps its architecture: their gains become 1, and any program that opens the
     original opens the result. Its outputs stay; hidden states within are scaled.
     """
-    from normkit.fold.folders import fold_dir
-
+    Progress()("loading, tracing, folding, and comparing in float64", 0, 1, math.nan)
     _write(f"{fold_dir(given.model, given.out, given.untie)}\nsaved to {given.out}")
     return 0
 
@@ -206,9 +201,6 @@ def remove_norms(given: argparse.Namespace) -> int:
     1 - cosine for encoders), the others stay. This is the default for language models, with 0.1 nats; with --steps all
     norms go.
     """
-    from normkit.removal.folders import Settings, remove_norms_dir
-    from normkit.removal.state import STATE
-
     _check_device(given.device)
     names = ("text", "second", "steps", "budget", "length", "lr", "multiply_adds", "device", "seed")
     settings = Settings(**{name: getattr(given, name) for name in names})
@@ -246,20 +238,13 @@ def _duration(seconds: float) -> str:
 
 def export(given: argparse.Namespace) -> int:
     """Write a model as an ONNX or torch.export file, run it, and compare the outputs."""
-    import torch
-
-    from normkit.fold.folders import example_for
-    from normkit.models import export
-    from normkit.models.export import check_target
-    from normkit.models.huggingface import load_pretrained
-
     check_target(given.out, given.int8)
     Progress()("loading the model, then tracing, writing and running it", 0, 1, math.nan)
     model = load_pretrained(given.model)
     if given.out.suffix == ".onnx" and any(each.dtype is torch.bfloat16 for each in model.parameters()):
         _write("the weights are bfloat16, in which onnxruntime lacks operations: exported in float32")
         model = model.float()
-    found = export(model, given.out, int8=given.int8, **example_for(model))
+    found = export_model(model, given.out, int8=given.int8, **example_for(model))
     _write(str(found))
     return 0
 
@@ -270,8 +255,6 @@ def diagnose(given: argparse.Namespace) -> int:
     Faults are listed with remedies; the exit status is 1. Checks for which the rows do not suffice are listed with how
     to record more; exit status 2 if these are all.
     """
-    from normkit import watch
-
     found = watch.diagnose(given.rows)
     _write(str(found))
     return FOUND if found.faults else 0 if found.checked else BAD_INPUT
@@ -283,9 +266,6 @@ def bench(given: argparse.Namespace) -> int:
     Norms take turns, round by round, and a ratio is taken within a round; the median over rounds is shown, with the
     20th and 80th percentile. Norms with a warm-up are measured after it.
     """
-    from normkit._util import align, write_whole
-    from normkit.bench import measure_norms
-
     _check_device(given.device)
     if given.out is not None and (given.out.is_dir() or not given.out.parent.is_dir()):
         raise ValueError(f"--out {given.out} is no file in a folder that exists; name one such as timings.csv")
@@ -307,17 +287,7 @@ def bench(given: argparse.Namespace) -> int:
     return 0
 
 
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        from normkit import __version__
-
-        print(f"normkit {__version__}")
-        parser.exit()
-
-
 def _check_device(device: str) -> None:
-    import torch
-
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: PyTorch finds no CUDA device; leave it out for the CPU")
 
@@ -337,28 +307,8 @@ def _shape(text: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(f"must be rows x channels, as 4096x512; got {text!r}") from None
 
 
-@contextlib.contextmanager
-def _end_at_once() -> Iterator[None]:
-    """Let Ctrl-C end the process inside the block, in one line."""
-
-    def end(*_: Any) -> None:
-        sys.stderr.write("normkit: interrupted\n")
-        sys.stderr.flush()
-        os._exit(INTERRUPTED)
-
-    try:
-        before = signal.signal(signal.SIGINT, end)
-    except ValueError:  # not the main thread
-        yield
-        return
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def _write(text: str) -> None:
     """Write lines to standard output, with control characters of texts from files escaped."""
-    from normkit._util import escape
-
     print(escape(text, keep="\n"))
 
 

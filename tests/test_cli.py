@@ -53,7 +53,7 @@ def test_an_interrupted_removal_says_how_to_go_on(capsys, monkeypatch, tmp_path,
             (tmp_path / ".removal").mkdir()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("normkit.removal.folders.remove_norms_dir", interrupt)
+    monkeypatch.setattr("normkit.cli.remove_norms_dir", interrupt)
     assert main(["remove-norms", "model", "--text", "text", "--out", str(tmp_path)]) == 130
     assert ("--resume" in capsys.readouterr().err) == saved
 

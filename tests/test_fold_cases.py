@@ -9,7 +9,7 @@ from small_models import built
 from third_party_models import randomize, tokens
 from torch import Tensor, nn
 
-from normkit.fold import fold, progress
+from normkit.fold import fold
 from normkit.models.affine import Affine
 from normkit.norms import make
 
@@ -142,17 +142,6 @@ def test_linear_pooling_is_followed(counted):
     )  # fmt: skip
     _, report = check(model, torch.randn(2, 3, 8, 8), actions="folded, folded")
     assert not report.rows[0].why
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_a_slow_fold_shows_its_steps_on_a_terminal_only(terminal, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "PATIENCE", 0.0)
-    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: terminal, raising=False)
-    with progress.steps("fold") as step:
-        step("trace")
-        step("verify")
-    seen = capsys.readouterr().err
-    assert ("fold: trace" in seen) == ("fold: verify" in seen) == terminal
 
 
 def written(y: Tensor, mask: Tensor) -> Tensor:

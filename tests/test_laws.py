@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from norm_cases import DIM, SPECS, STAT_SPECS, batch, random_norm, reads_its_sample, train_step, trained
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import normkit
 from normkit.kernels.dispatch import kernels
 from normkit.models.hooks import channels_first
-from normkit.norms import GroupNorm, LayerNorm, RMSNorm, ScaleNorm, make
+from normkit.norms import make
 
 every = pytest.mark.parametrize("spec", SPECS)
 every_stat = pytest.mark.parametrize("spec", STAT_SPECS)
@@ -288,60 +287,6 @@ def test_a_dead_channel_stays_bounded(spec):
 
 def _reads_input(node) -> bool:
     return any((a.op == "placeholder" and a.name == "x") or _reads_input(a) for a in node.all_input_nodes)
-
-
-# -- norms that are special cases of each other, or PyTorch's ------------------------------------------------------
-
-
-def test_batchnorm_is_torchs():
-    norm = random_norm("batch(alpha=0.9)")
-    mean, var = torch.zeros(DIM, dtype=torch.float64), torch.ones(DIM, dtype=torch.float64)
-    for step in range(6):
-        x, dy = batch(step, 7, DIM), batch(50 + step, 7, DIM)
-        got = train_step(norm, x, dy)
-        leaf = x.clone().requires_grad_()
-        weight, bias = (p.detach().clone().requires_grad_() for p in (norm.weight, norm.bias))
-        y = F.batch_norm(leaf, mean, var, weight, bias, training=True, momentum=0.1, eps=norm.eps)
-        y.backward(dy)
-        assert_close(got["y"], y.detach())
-        assert_close(got["dx"], leaf.grad)
-        assert_close(got["dweight"], weight.grad)
-        assert_close(got["dbias"], bias.grad)
-        assert_close(got["running"], torch.stack([mean, var]))
-
-
-def test_groupnorm_of_one_group_is_layernorm_and_both_are_torchs():
-    x = batch(0, 3, 5, DIM)
-    layer, group = LayerNorm(DIM).double(), GroupNorm(DIM, groups=1).double()
-    assert_close(group(x), layer(x))
-    assert_close(layer(x), F.layer_norm(x, (DIM,)))
-    four = GroupNorm(DIM, groups=4).double()
-    assert_close(four(x).flatten(0, 1), F.group_norm(x.flatten(0, 1), 4))
-    image = GroupNorm(DIM, groups=4, over="sample").double()
-    assert_close(image(x).transpose(1, 2), F.group_norm(x.transpose(1, 2), 4))
-
-
-def test_scalenorm_is_an_rmsnorm_with_one_gain():
-    """TWT, section 4.2: ScaleNorm(g) = RMSNorm(weight = g / sqrt(d)), up to eps."""
-    x, g = batch(0, 3, 5, DIM), 2.5
-    scale, rms = ScaleNorm(DIM).double(), RMSNorm(DIM, eps=0.0).double()
-    with torch.no_grad():
-        scale.weight.fill_(g)
-        rms.weight.fill_(g / DIM**0.5)
-    assert_close(scale(x), rms(x))
-    assert_close(RMSNorm(DIM).double()(x), F.rms_norm(x, (DIM,), eps=1e-5))
-
-
-@every_stat
-def test_packed_rows_equal_the_padded_batch_with_mask(spec):
-    for steps in (1, 5):
-        x, dy = batch(0, 2, 4, DIM), batch(1, 2, 4, DIM)
-        dy[~TWO] = 0
-        padded = train_step(trained(spec, steps), x, dy, TWO)
-        packed = train_step(trained(spec, steps), x[TWO], dy[TWO])
-        for name, value in packed.items():
-            got = padded[name][TWO] if name in ("y", "dx") else padded[name]
-            assert_close(got, value, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.slow

@@ -201,19 +201,6 @@ def test_reset_warmup_starts_again_and_keeps_running(spec):
     assert all(int((b != 0).sum()) == 0 for n, b in norm.named_buffers() if n != "running")
 
 
-@every
-def test_averaged_models_survive_integer_buffers(spec):
-    norm = trained(spec, dtype=torch.float32)
-    model = torch.nn.Sequential(norm, torch.nn.Linear(DIM, DIM))
-    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
-    for i in range(2):
-        train_step(norm, batch(i, 6, DIM, dtype=torch.float32), batch(5 + i, 6, DIM, dtype=torch.float32))
-        average.update_parameters(model)
-    for name, buffer in average.module[0].named_buffers():
-        assert buffer.dtype is dict(norm.named_buffers())[name].dtype
-    assert average.module.eval()(batch(0, 6, DIM, dtype=torch.float32)).isfinite().all()
-
-
 @every_stat
 @pytest.mark.parametrize("choice", ["auto", "reference"])
 def test_a_state_given_by_functional_call_moves_in_the_backward_pass_too(spec, choice):

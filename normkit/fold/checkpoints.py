@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from normkit._util import listed
 from normkit.fold.fold import find_plan
 from normkit.fold.plan import FoldPlan
-from normkit.fold.progress import steps
 from normkit.fold.report import Audit, Report
 from normkit.fold.rewrite import Edit, find_edits, largest_factor
 from normkit.fold.survey import Survey
@@ -194,26 +193,21 @@ def fold_checkpoint(checkpoint: Checkpoint, example: dict[str, Any], out: Path, 
     ties = _ties(model)
     needed = sum(each.nbytes for each in checkpoint) + untie * sum(read[name].nbytes for name in ties if name in read)
     check_disk(out, needed)
-    with steps("fold") as step:
-        survey = _survey(checkpoint, example, untie, "fold", step)
-        plan, worst = find_plan(survey)
-        edits = {survey.names.get(name, name): edit for name, edit in find_edits(survey.model, plan).items()}
-        untied = {name: first for name, first in ties.items() if name in survey.names.values()}
-        changes = _in_files(checkpoint, read, edits, ties, untied)
-        files = {each.read: each for each in checkpoint}
-        added = {name: files[read[name].leaves[0].read] for name in untied if name not in {s.name for s in checkpoint}}  # pyright: ignore[reportArgumentType]
-        report = survey.audit(plan.outcomes)
-        with complete_folder(out) as new:
-            step("write")
-            _write(checkpoint, new, changes, added, bool(untied))
-            step("verify what was written")
-            native = survey.written_error(Checkpoint(new).model)
-            types = {each.dtype for each in checkpoint if each.dtype.is_floating_point}
-            rounding = max(torch.finfo(each).eps for each in types)
-            if not native <= max(1e-9, 64 * rounding):
-                raise RuntimeError(
-                    f"{out} was not written: as transformers loads it, its outputs differ by {native:.1e}"
-                )
+    survey = _survey(checkpoint, example, untie, "fold")
+    plan, worst = find_plan(survey)
+    edits = {survey.names.get(name, name): edit for name, edit in find_edits(survey.model, plan).items()}
+    untied = {name: first for name, first in ties.items() if name in survey.names.values()}
+    changes = _in_files(checkpoint, read, edits, ties, untied)
+    files = {each.read: each for each in checkpoint}
+    added = {name: files[read[name].leaves[0].read] for name in untied if name not in {s.name for s in checkpoint}}  # pyright: ignore[reportArgumentType]
+    report = survey.audit(plan.outcomes)
+    with complete_folder(out) as new:
+        _write(checkpoint, new, changes, added, bool(untied))
+        native = survey.written_error(Checkpoint(new).model)
+        types = {each.dtype for each in checkpoint if each.dtype.is_floating_point}
+        rounding = max(torch.finfo(each).eps for each in types)
+        if not native <= max(1e-9, 64 * rounding):
+            raise RuntimeError(f"{out} was not written: as transformers loads it, its outputs differ by {native:.1e}")
     return Report(**vars(report), max_error=worst, native_error=native, largest_factor=largest_factor(plan))
 
 
@@ -223,10 +217,10 @@ def audit_checkpoint(checkpoint: Checkpoint, example: dict[str, Any]) -> Audit:
     return survey.audit(FoldPlan(survey.trace, survey.model).outcomes)
 
 
-def _survey(checkpoint: Checkpoint, example: dict[str, Any], untie: bool, verb: str, *step: Any) -> Survey:
+def _survey(checkpoint: Checkpoint, example: dict[str, Any], untie: bool, verb: str) -> Survey:
     kwargs = {key: value for key, value in example.items() if key != "outputs"}
     call, outputs = Call((), kwargs), example.get("outputs")
-    return Survey(checkpoint.model, call, outputs, untie, True, verb, *step, keep=True, stream=True)
+    return Survey(checkpoint.model, call, outputs, untie, True, verb, keep=True, stream=True)
 
 
 def doubtful_gains(model: nn.Module) -> list[str]:

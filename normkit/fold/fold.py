@@ -9,7 +9,6 @@ from torch import nn
 
 from normkit._util import listed, require, require_flags
 from normkit.fold.plan import FoldPlan
-from normkit.fold.progress import steps
 from normkit.fold.report import Audit, Report
 from normkit.fold.rewrite import change, find_edits, largest_factor, rewrite
 from normkit.fold.survey import TOLERANCE, Survey, take_all_apart
@@ -92,23 +91,21 @@ def fold(
     if remove_cancelled:
         require(not keep_architecture, "keep_architecture", keep_architecture, "False with remove_cancelled=True")
         keep_architecture = False
-    with steps("fold") as step:
-        call = Call(example, kwexample)
-        survey = Survey(model, call, outputs, untie, other_shapes, "fold", step, keep_architecture)
-        warn_untrained(model, "fold")
-        plan, worst = find_plan(survey, multiply_adds)
-        step("rewrite")
-        folded = survey.copy()
-        if survey.keep:
-            for name, edit in find_edits(survey.model, plan).items():
-                change(folded, survey.names.get(name, name), edit)
-        else:
-            folded = rewrite(take_all_apart(folded), plan)
-        eps_error = 0.0
-        if remove_cancelled:
-            eps_error = survey.worst(_without_cancelled(rewrite(copy.deepcopy(survey.model), plan), plan))
-            folded = _without_cancelled(folded, plan)
-        report = survey.report(folded, plan.outcomes, worst)
+    call = Call(example, kwexample)
+    survey = Survey(model, call, outputs, untie, other_shapes, "fold", keep_architecture)
+    warn_untrained(model, "fold")
+    plan, worst = find_plan(survey, multiply_adds)
+    folded = survey.copy()
+    if survey.keep:
+        for name, edit in find_edits(survey.model, plan).items():
+            change(folded, survey.names.get(name, name), edit)
+    else:
+        folded = rewrite(take_all_apart(folded), plan)
+    eps_error = 0.0
+    if remove_cancelled:
+        eps_error = survey.worst(_without_cancelled(rewrite(copy.deepcopy(survey.model), plan), plan))
+        folded = _without_cancelled(folded, plan)
+    report = survey.report(folded, plan.outcomes, worst)
     return folded, replace(report, largest_factor=largest_factor(plan), eps_error=eps_error)
 
 
@@ -163,9 +160,7 @@ def find_plan(survey: Survey, multiply_adds: bool = False) -> tuple[FoldPlan, fl
     Returns:
         The plan, and the largest error of the model that it gives.
     """
-    survey.step("solve")
     plan = FoldPlan(survey.trace, survey.model, multiply_adds=multiply_adds)
-    survey.step("verify")
     survey.add_longer_call()
     worst = survey.worst(rewrite(copy.deepcopy(survey.model), plan))
     if "no attribute 'weight'" in survey.failure:  # the model reads that of a norm that is gone

@@ -47,8 +47,7 @@ class Survey:
 
     `outputs` picks what is compared from what the model returns. `untie` gives an output layer that is tied to an
     embedding a copy of its own. With `other` other lengths and sizes are tried, too. Error messages name `verb`, the
-    public function. `step` is called with the name of each step. `keep` keeps the architecture; None decides by the
-    model.
+    public function. `keep` keeps the architecture; None decides by the model.
 
     The copy holds no large weight: these are lazy, and read the original where an operation needs them. With `stream`
     reading is slow. So the trace reads no large weight, products with them are random numbers; forwards that are
@@ -57,7 +56,7 @@ class Survey:
 
     def __init__(
         self, model: nn.Module, example: Call, outputs: Pick | None, untie: bool, other: bool, verb: str,
-        step: Callable[[str], None] = lambda label: None, keep: bool | None = False, stream: bool = False,
+        keep: bool | None = False, stream: bool = False,
     ):  # fmt: skip
         for check in (check_not_wrapped, check_not_quantized, check_not_training, check_not_meta):
             check(model, verb)
@@ -67,7 +66,7 @@ class Survey:
         self.given, self.added = without_cache(example.unpacked(model), model)
         if (passed := tensors(self.given)) and not any(t.numel() and not t.is_meta for t in passed.values()):
             raise ValueError(f"{verb}() cannot verify anything on an empty or meta example; pass a batch with rows")
-        self.original, self.outputs, self.untie, self.verb, self.step = model, outputs, untie, verb, step
+        self.original, self.outputs, self.untie, self.verb = model, outputs, untie, verb
         self.other, self.stream = other, stream
         self.model = self.double()
         own_storage(self.model)
@@ -140,7 +139,6 @@ class Survey:
 
     def _record(self, label: str, resized: bool, call: Call) -> None:
         """Trace one call and keep its outputs; a call that fails leaves no trace."""
-        self.step(f"trace {label}")
         before = self.trace
         self.trace = copy.deepcopy(before, {id(before.norms): before.norms})
         self.trace.resizable |= resized

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from normkit._util import as_path, is_int, open_regular, require, write_whole
+from normkit._util import as_path, is_int, require, write_whole
 
 
 class Row(NamedTuple):
@@ -196,7 +196,7 @@ class Appender:
         self.path = path.absolute()  # the program may change its folder
         self.path.open("ab").close()  # an OSError now, not after the training
         if self._size():
-            with open_regular(path) as file:
+            with path.open("rb") as file:
                 if not file.readline().decode("utf8", "replace").startswith(HEAD):
                     raise ValueError(f"{path} is no file of rows ({HEAD}); name another file")
 
@@ -256,8 +256,7 @@ def read(path: str | Path) -> list[Row]:
     if not path.is_file():
         raise ValueError(f"there is no file of rows at {path}; record some with normkit.record")
     try:
-        with open_regular(path) as file:
-            head, *lines = csv.reader(file.read().decode("utf8").split("\n")[:-1] or [""], strict=True)
+        head, *lines = csv.reader(path.read_bytes().decode("utf8").split("\n")[:-1] or [""], strict=True)
         if tuple(head) != Row._fields:
             raise ValueError(f"its first line is not {HEAD}")
         return [Row(int(step), site, norm, quantity, float(value)) for step, site, norm, quantity, value in lines]

@@ -315,43 +315,12 @@ def fold(run: tyro.conf.Positional[Path], out: Path) -> int:
     return 0
 
 
-def remove_norms(arguments: list[str]) -> int:
-    """Take the norms out of a run's model: fit, train a little on its data, fold, compare.
-
-    For models of Hugging Face there is `normkit remove-norms`.
-    """
-    from normkit.cli import Progress
-    from normkit_papers.removal import Settings, remove_norms_of_run
-
-    @dataclasses.dataclass
-    class Given:
-        run: tyro.conf.Positional[Path]
-        """Folder of the run. Its data must be here."""
-        out: Path
-        """Folder for the run without norms."""
-        settings: Annotated[Settings, tyro.conf.arg(name="")]
-        resume: bool = False
-        """Continue an interrupted removal with the same settings."""
-
-    given = _parse(Given, arguments, "papers use remove-norms", description=remove_norms.__doc__)
-    removal, scores = remove_norms_of_run(
-        given.run, given.out, given.settings, resume=given.resume, on_progress=Progress()
-    )
-    table = align([[stage, f"{score:.4g}"] for stage, score in scores.items()])
-    better = "higher" if removal.unit.startswith("-") else "lower"
-    heading = f"{removal.unit.removeprefix('-')}, {better} is better"
-    _write(f"{removal.fold}\n\n{heading}:\n{table}\n{removal.verdict}\nsaved to {given.out}")
-    return 0
-
-
 def use(arguments: list[str]) -> int:
-    """Use a trained run: translate lines, fold its norms, remove its norms."""
+    """Use a trained run: translate lines, fold its norms."""
     return _dispatch(USES, arguments, "papers use")
 
 
-USES: dict[str, Callable[..., int]] = {
-    "translate": translate, "fold": fold, "remove-norms": remove_norms,
-}  # fmt: skip
+USES: dict[str, Callable[..., int]] = {"translate": translate, "fold": fold}
 COMMANDS: dict[str, Callable[..., int]] = {
     "demo": demo, "train": train, "study": study, "reproduce": reproduce, "report": report, "use": use,
 }  # fmt: skip
@@ -402,7 +371,7 @@ def _dispatch(commands: Mapping[str, Callable[..., int]], arguments: list[str], 
         _write(f"{align(lines)}\n\n{prog} COMMAND --help lists the options of a command.\n{more}")
         return 0 if arguments else BAD_INPUT
     command = pick(commands, arguments[0], "command")
-    if command in (train, use, remove_norms):
+    if command in (train, use):
         return command(arguments[1:])
     return _parse(command, arguments[1:], f"{prog} {arguments[0]}")
 

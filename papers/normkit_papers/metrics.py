@@ -47,8 +47,6 @@ def validation_metrics(result: Mapping[str, Any]) -> dict[str, float]:
         found["perplexity valid"] = perplexity(valid[-1]["loss"])
     if late := [point["train_loss"] for point in curve if point["step"] > 0.95 * last]:
         found["perplexity train"] = perplexity(statistics.fmean(late))  # with label smoothing
-    if reached := [point["step"] for point in valid if point.get("accuracy", 0.0) >= 80]:
-        found["minutes to 80%"] = result["seconds"]["train"] / 60 * reached[0] / last
     return found
 
 
@@ -151,7 +149,6 @@ STUDY_METRICS: dict[str, StudyMetric] = {
     "bleu valid": StudyMetric(("bleu valid",), 1),
     "perplexity valid": StudyMetric(("perplexity valid",), -1),
     "perplexity train": StudyMetric(("perplexity train",), -1, 3),
-    "minutes to 80%": StudyMetric(("minutes to 80%",), -1),
     "memory": StudyMetric(("memory",), -1, 0, meaning="peak MB allocated at inference"),
     "speed": StudyMetric(("speed",), 1, meaning="items per second at inference"),
     **{

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from normkit._util import open_regular, write_whole
+from normkit._util import write_whole
 
 FILE = "result.json"
 SCHEMA = 1
@@ -23,8 +23,7 @@ def read(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     path = path / FILE if path.is_dir() else path
     try:
-        with open_regular(path) as file:
-            result = json.loads(file.read().decode("utf8"))
+        result = json.loads(path.read_text(encoding="utf8"))
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; a run writes it when it ends") from None
     except (ValueError, RecursionError) as error:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from normkit._util import format_spec, pick
 from normkit.norms import options, parse
-from normkit_papers.metrics import STUDY_METRICS
 from normkit_papers.report.settings import flat
 from normkit_papers.train.config import Run
 
@@ -125,17 +124,6 @@ class Study:
     seeds: int = 1
     script: str = ""
     rules: tuple[Rule, ...] = ()
-
-    def __post_init__(self):
-        for column in self.columns:
-            pick(STUDY_METRICS, column.metric, "metric")
-        for row in self.rows:
-            if row.printed and len(row.printed) != len(self.columns):
-                raise ValueError(
-                    f"{self.id}: {row.label} has {len(row.printed)} figures for {len(self.columns)} columns"
-                )
-            if isinstance(row.base, Sequence) and len(row.base) != len(self.columns):
-                raise ValueError(f"{self.id}: {row.label} has {len(row.base)} bases for {len(self.columns)} columns")
 
     @property
     def source(self) -> str:

@@ -78,7 +78,7 @@ def test_overview_and_help_of_every_command(capsys):
     assert main(["--help"]) == 0
     overview = capsys.readouterr().out
     assert all(f"papers {name} " in overview for name in COMMANDS)
-    uses = [["use", name] for name in ("translate", "fold", "remove-norms")]
+    uses = [["use", name] for name in ("translate", "fold")]
     for command in (*([name] for name in COMMANDS if name not in ("train", "use")), *uses):
         with pytest.raises(SystemExit) as ended:
             main([*command, "--help"])

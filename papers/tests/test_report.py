@@ -12,7 +12,6 @@ from normkit_papers import figures, results
 from normkit_papers.figures import folds_away
 from normkit_papers.report import charts, page, summary
 from normkit_papers.report.recorded import Recorded, first_sites, recorded
-from normkit_papers.report.settings import labels
 
 from normkit.watch import Recording, Row, read_run
 
@@ -42,16 +41,6 @@ def runs(tmp_path_factory):
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
-
-
-def test_labels_name_what_differs_and_not_the_seed():
-    made = {1: result("un"), 2: result("un", seed=1), 3: result("un", steps=100), 4: result("scale", scale_loss=0.1)}
-    assert labels(made) == {
-        1: "un, steps=500",
-        2: "un, steps=500",
-        3: "un, steps=100",
-        4: "scale + FixNorm + scale loss",
-    }
 
 
 def table(made):
@@ -85,20 +74,6 @@ def test_one_seed_has_the_sampling_error_and_a_folded_run_its_times():
     (times,) = charts.folding(members)
     assert [list(bars.x) for bars in times.data] == [[200.0, None], [150.0, None]]
     assert charts.folding(members[1:]) == []
-
-
-def test_the_printed_table_fits_into_120_columns_and_leaves_nothing_out():
-    un = result("un", 10.0, calibrated=9.0)
-    un["scores"] |= {"folded": score(10.0), "beam": score(9.5)}
-    un["fold"] = {"foldable": "9 of 10", "max_error": 3e-14, "seconds_trained": 0.2, "seconds_folded": 0.15}
-    made = {1: un, 2: result("un(outlier_filtration=True)", 10.9)}
-    printed = summary.text(made)
-    (members,) = summary.groups(made).values()
-    head, *lines = summary.cells(members)
-    assert sum(max(map(len, column)) + 2 for column in zip(head, *lines, strict=True)) > 122
-    assert max(map(len, printed.splitlines())) <= 120
-    assert all(cell in printed for line in (head, *lines) for cell in line)
-    assert printed.count(lines[0][0].ljust(len(lines[1][0]))) == 2, "each part names the norms"
 
 
 def test_a_path_that_is_no_run_is_named(tmp_path):

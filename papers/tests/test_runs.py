@@ -83,12 +83,8 @@ def test_a_tiny_run_of_every_recipe(name, norm, tmp_path):
 
 
 def test_tables_have_the_same_rows():
-    for task in TASKS.values():
-        assert all(callable(task.load(part)) for part in ("module", "model", "data"))
     assert {recipe().task for recipe in RECIPES.values()} == set(TASKS)
-    assert {recipe().data for recipe in RECIPES.values()} >= set(SOURCES)
     assert all(recipe().data in {**SOURCES, **CORPORA, **IMAGE_SETS, **SCENE_SETS} for recipe in RECIPES.values())
-    assert all(recipe().name == name for name, recipe in RECIPES.items())
 
 
 def test_scoring_leaves_the_model_as_it_is():

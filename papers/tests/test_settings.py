@@ -1,14 +1,12 @@
 """Settings of runs: what is refused, and that they survive a file."""
 
 import dataclasses
-import json
 import math
 
 import pytest
 from normkit_papers.models.config import Model
 from normkit_papers.recipes import RECIPES
 from normkit_papers.train.config import DetectionRun, DigitsRun, G2PRun, ImageRun, LanguageRun, Run, TranslationRun
-from normkit_papers.train.folder import differences
 
 RUNS = {
     "g2p": G2PRun(name="a", data="cmudict", steps=9),
@@ -26,28 +24,11 @@ def test_settings_survive_a_file(run):
     assert Run.from_json(run.to_json()) == run
 
 
-def test_retired_settings_may_have_their_only_value():
-    run = RUNS["g2p"]
-    earlier = json.loads(run.to_json())
-    assert Run.from_json(json.dumps({**earlier, "nodes": 1, "bucket_by": "both"})) == run
-    assert not differences({**earlier, "nodes": 1}, run)
-    assert differences({**earlier, "nodes": 2}, run).keys() == {"nodes"}
-    with pytest.raises(ValueError, match="nodes"):
-        Run.from_json(json.dumps({**earlier, "nodes": 2}))
-
-
 @pytest.mark.parametrize(
     ("task", "changes"),
     [
         ("g2p", {"steps": 0}),
-        ("g2p", {"steps": "many"}),
-        ("g2p", {"steps": 10**20}),
-        ("g2p", {"lr": -1.0}),
         ("g2p", {"lr": math.inf}),
-        ("g2p", {"weight_decay": math.nan}),
-        ("g2p", {"betas": (0.9,)}),
-        ("g2p", {"betas": (2, 3)}),
-        ("g2p", {"threads": -1}),
         ("g2p", {"precision": "foo"}),
         ("g2p", {"name": "../a"}),
         ("g2p", {"average": 2}),

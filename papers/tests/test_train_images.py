@@ -58,7 +58,7 @@ def shown(settings, data, size=32, seed=5):
     [
         Images(),
         Images(crop="area", rand_augment="rand-m9-mstd0.5-inc1", erase=0.5, mixup=0.8, cutmix=1.0),
-        Images(flip=0.0, cutmix=1.0),
+        Images(cutmix=1.0),
     ],
 )
 def test_a_batch_is_a_function_of_seed_and_number(settings):

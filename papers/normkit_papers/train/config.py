@@ -6,8 +6,7 @@ studies. A task has no settings that it does not use.
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -23,8 +22,6 @@ OF_SOME_TASKS = (
     "test_memory", "experts", "last_hidden", "weight_drop", "adaptive",
 )  # fmt: skip
 """Settings of the model that only the tasks use which list them in `uses`."""
-RETIRED = {"nodes": 1, "bucket_by": "both"}
-"""Settings in files of earlier runs, each with the only value that is still trained."""
 _WORDS = ("fixnorm", "tie", "word_dropout", "decoder_depth")
 
 
@@ -37,8 +34,6 @@ class Images:
     (Inception)."""
     padding: Natural = 4
     """Padding on each side, in pixels at the size of the model's input."""
-    flip: Fraction = 0.5
-    """Probability of a horizontal flip."""
     rand_augment: str = ""
     """RandAugment by timm's name, e.g. rand-m9-mstd0.5-inc1; empty for none."""
     erase: Fraction = 0.0
@@ -47,10 +42,6 @@ class Images:
     """Alpha of mixup: pairs of images and labels are blended by a Beta(alpha, alpha) weight; 0 for none."""
     cutmix: NotNegative = 0.0
     """Alpha of CutMix: a rectangle is taken from the other image; 0 for none."""
-    mix_prob: Fraction = 1.0
-    """Fraction of batches that are mixed, if mixup or cutmix is above 0."""
-    mix_switch: Fraction = 0.5
-    """Fraction of mixed batches that use CutMix, if both are above 0."""
     test_crop: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Inference: side of the centre crop, as a fraction of the shorter side."""
     held_out: Natural = 0
@@ -105,9 +96,7 @@ class Run:
     floor_lr: NotNegative = 0.0
     """Final learning rate of schedule=cosine."""
     milestones: tuple[Count, ...] = ()
-    """Steps after which schedule=steps multiplies the learning rate by `decay`."""
-    decay: Positive = 0.1
-    """Factor at each milestone."""
+    """Steps after which schedule=steps divides the learning rate by 10."""
     warmup: Natural = 0
     """Steps of linear warm-up; of a shorter run all but the last."""
     warmup_start: NotNegative = 0.0
@@ -214,14 +203,9 @@ class Run:
         True
         """
         try:
-            return RUN.validate_python(without_retired(TypeAdapter(dict[str, Any]).validate_json(text)))
+            return RUN.validate_json(text)
         except ValidationError as error:
             raise ValueError(f"not the settings of a run of this version: {explain(error)}") from None
-
-
-def without_retired(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the retired settings that have their only value."""
-    return {name: value for name, value in settings.items() if name not in RETIRED or value != RETIRED[name]}
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)

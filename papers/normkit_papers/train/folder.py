@@ -14,7 +14,7 @@ from normkit._util import truncate, write_whole
 from normkit_papers.data.vocab import Vocab, vocabulary
 from normkit_papers.report.settings import flat
 from normkit_papers.train.build import Vocabularies, build_model
-from normkit_papers.train.config import Run, without_retired
+from normkit_papers.train.config import Run
 from normkit_papers.train.weights import load_weights, save_weights
 
 CHECKPOINTS = "checkpoints"
@@ -121,7 +121,7 @@ def check_vocabularies(run: str, before: Vocabularies, vocabularies: Vocabularie
 
 def differences(found: Mapping[str, Any], run: Run) -> dict[str, tuple[Any, Any]]:
     """Return the settings, but those in MOVABLE, that differ from a run's: both values."""
-    before, now = (flat(json.loads(json.dumps(tree))) for tree in (without_retired(found), dataclasses.asdict(run)))
+    before, now = (flat(json.loads(json.dumps(tree))) for tree in (found, dataclasses.asdict(run)))
     names = dict.fromkeys((*now, *before))
     both = {name: (before.get(name), now.get(name)) for name in names if name not in MOVABLE}
     return {name: pair for name, pair in both.items() if pair[0] != pair[1]}

@@ -245,9 +245,7 @@ class ImageAugmentation:
         self.test_view = v2.Compose(whole)
         kinds = [(settings.mixup, v2.MixUp), (settings.cutmix, v2.CutMix)]
         mixes = [kind(alpha=alpha, num_classes=classes) for alpha, kind in kinds if alpha]
-        shares = [1 - settings.mix_switch, settings.mix_switch]
-        self.mix = v2.RandomChoice(mixes, shares) if len(mixes) == 2 else mixes[0] if mixes else None
-        self.mix_prob, self.classes = settings.mix_prob, classes
+        self.mix = v2.RandomChoice(mixes) if mixes else None
 
     def train(self, images: Sequence[Any], labels: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         """Augment a training batch; the same seed gives the same batch."""
@@ -255,11 +253,7 @@ class ImageAugmentation:
             batch = self._normalize([self.train_view(image) for image in images])
             if self.erase is not None:
                 batch = torch.stack([self.erase(image) for image in batch])
-            if self.mix is not None:
-                if float(torch.rand(())) < self.mix_prob:
-                    return self.mix(batch, labels)
-                labels = F.one_hot(labels, self.classes).to(batch)
-            return batch, labels
+            return (batch, labels) if self.mix is None else self.mix(batch, labels)
 
     def test(self, images: Sequence[Any], labels: Tensor) -> tuple[Tensor, Tensor]:
         """Crop the centre of each image."""
@@ -278,8 +272,7 @@ def _training(settings: Images, size: int, mean: tuple[float, float, float]) -> 
         steps: list[Any] = [v2.RandomResizedCrop(size, interpolation=bicubic)]
     else:
         steps = [v2.Resize(size, bicubic), v2.RandomCrop(size, padding=settings.padding)]
-    if settings.flip:
-        steps.append(v2.RandomHorizontalFlip(settings.flip))
+    steps.append(v2.RandomHorizontalFlip())
     if settings.rand_augment:
         steps.append(_rand_augment(settings.rand_augment, size, mean))
     return [*steps, v2.PILToTensor()]

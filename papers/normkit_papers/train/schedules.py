@@ -32,7 +32,7 @@ def learning_rate(run: Run, n: int, peak: float) -> float:
             first = start or peak / warmup
             return first + (peak - first) * (n - 1) / max(warmup - 1, 1)
         if run.schedule == "steps":
-            return peak * run.decay ** sum(n > step for step in run.milestones)
+            return peak * 0.1 ** sum(n > step for step in run.milestones)
         return (
             run.floor_lr + (peak - run.floor_lr) * (1 + math.cos(math.pi * (n - 1 - warmup) / (run.steps - warmup))) / 2
         )
