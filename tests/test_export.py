@@ -7,6 +7,7 @@ from collections import Counter
 import onnx
 import pytest
 import torch
+import torch.nn.functional as F
 from small_models import built
 from third_party_models import case_of, randomize
 from torch import Tensor, nn
@@ -172,6 +173,30 @@ def test_an_axis_that_the_model_fixes_stays_fixed(ending, tmp_path):
     assert export(nn.Linear(4, 2).eval(), tmp_path / f"one.{ending}", torch.randn(3, 4), dynamic=False).dynamic == {}
     with pytest.warns(UserWarning, match="one sample"):
         assert export(nn.Linear(4, 2).eval(), tmp_path / f"row.{ending}", torch.randn(1, 4)).max_error < 1e-6
+
+
+class Branching(nn.Module):
+    """Its forward branches on the number of tokens."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.first, self.at = nn.Linear(8, 8), at
+
+    def forward(self, x):
+        y = self.first(x)[:, None]
+        if self.at:
+            return y * 2 if x.shape[1] > self.at else y
+        return F.scaled_dot_product_attention(y, y, y, is_causal=x.shape[1] > 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*takes others without an error")
+def test_branches_on_lengths_limit_the_axis_or_fix_it(tmp_path):
+    x = torch.randn(3, 6, 8)
+    upper = export(Branching(64).eval(), tmp_path / "a.onnx", x)
+    assert (upper.limits, upper.dynamic) == ({"x 1": "up to 64"}, {"x": (0, 1)})
+    assert export(Branching(4).eval(), tmp_path / "b.pt2", x).limits == {"x 1": "from 5 on"}
+    fixed = export(Branching(0).eval(), tmp_path / "c.onnx", x)
+    assert (fixed.limits, fixed.dynamic) == ({}, {"x": (0,)})
 
 
 def test_bad_input_raises_before_anything_is_written(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -45,6 +45,8 @@ NOT_FOLLOWED = {  # errors of torch.export, and what may help
     "GuardOnDataDependentSymNode": "a branch depends on values of a tensor, as in nn.TransformerDecoder, which asks "
     "whether a mask is causal unless tgt_is_causal= is passed",
 }
+UNBOUNDED = 1 << 31  # sizes of axes that no branch limits
+LONG = 4096  # tokens with which a model is tried once more, at most
 NEAR = 0.9  # cosine of outputs in integers below which `export` warns
 
 
@@ -61,6 +63,7 @@ class Exported:
         dynamic: Open axes of each input, by its name.
         outputs: Names of the outputs, in order; those of an .onnx file. A .pt2 file returns a tuple of them.
         equal: Inputs whose lengths have to be equal in the file. Where the model takes others, give such an example.
+        limits: Sizes of an open axis, by input and axis, where the model branches on them: "x 1": "up to 64".
     """
 
     path: Path
@@ -71,6 +74,7 @@ class Exported:
     dynamic: dict[str, tuple[int, ...]] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
     equal: tuple[str, ...] = ()
+    limits: dict[str, str] = field(default_factory=dict)
 
     @property
     def normalizing(self) -> dict[str, int]:
@@ -82,6 +86,7 @@ class Exported:
         int8 = f"; int8, cosine {self.cosine:.4f} on the example" if self.cosine is not None else ""
         axes = "; ".join(f"{name} {', '.join(map(str, axes))}" for name, axes in self.dynamic.items()) or "none"
         axes += f" ({' and '.join(self.equal)} of equal length)" * bool(self.equal)
+        axes += "".join(f" ({name} {sizes})" for name, sizes in self.limits.items())
         return (
             f"{self.path}: {sum(self.operations.values())} operations, of which normalize: {kept}; largest error "
             f"{self.max_error:.1e} in {self.runtime}{int8}; open axes: {axes}; "
@@ -174,7 +179,12 @@ def export(
         new = Path(scratch) / "new" / path.name  # and what belongs to it; nothing is replaced before it is verified
         in_float = Path(scratch) / path.name if int8 is not None else new
         new.parent.mkdir()
-        made, got = _write(wrapped, in_float, shapes, fuse_attention)
+        try:
+            made, got = _write(wrapped, in_float, shapes, fuse_attention)
+        except (TypeError, ValueError, RuntimeError):  # perhaps of the open axis of tokens
+            if shapes is None:
+                raise
+            made, got = _write(wrapped, in_float, open_axes(wrapped.given, tokens=False), fuse_attention)
         several = any(len(each) > 1 for each in made.dynamic.values())
         if several and not _takes_other_sizes(wrapped, in_float, made.dynamic, tolerance):
             made, got = _write(wrapped, in_float, open_axes(wrapped.given, tokens=False), fuse_attention)
@@ -187,6 +197,9 @@ def export(
             made, got = replace(made, operations=_operations(new)), _run(wrapped, new, wrapped.given)
         for file in sorted(new.parent.iterdir(), key=lambda file: file == new):  # the weights of a graph first
             file.replace(path.with_name(file.name))
+    if path.suffix == ".onnx" and _takes_beyond(wrapped, made):
+        sizes = "; ".join(f"{axis} {sizes}" for axis, sizes in made.limits.items())
+        warn(f"{path.name} computes what the model does for sizes {sizes}; onnxruntime takes others without an error")
     if int8 is None:
         return replace(made, path=path, max_error=worst)
     pairs = [(a.double().flatten(), b.double().flatten()) for a, b in zip(got, expected, strict=True)]
@@ -307,6 +320,13 @@ def _write(model: TensorModel, path: Path, shapes: Any, fused: bool) -> tuple[Ex
         for name, t in zip(model.names, inputs, strict=True)
         if (found := tuple(axis for axis, size in enumerate(t.shape) if not isinstance(size, int)))
     }
+    limits = {
+        f"{name} {axis}": f"up to {bounds.upper}" if bounds.upper < UNBOUNDED else f"from {bounds.lower} on"
+        for name, t in zip(model.names, inputs, strict=True)
+        for axis in axes.get(name, ())
+        if (bounds := program.range_constraints.get(t.shape[axis].node.expr))
+        and (bounds.lower > 2 or bounds.upper < UNBOUNDED)
+    }
     lengths = {name: str(t.shape[1]) for name, t in zip(model.names, inputs, strict=True) if 1 in axes.get(name, ())}
     equal = tuple(name for name, length in lengths.items() if [*lengths.values()].count(length) > 1)
     if path.suffix == ".onnx":
@@ -323,25 +343,24 @@ def _write(model: TensorModel, path: Path, shapes: Any, fused: bool) -> tuple[Ex
             )
         assert written is not None
         written.save(str(path))
-        found = Exported(path, _operations(path), "onnxruntime", math.nan, None, axes, model.results, equal)
+        found = Exported(path, _operations(path), "onnxruntime", math.nan, None, axes, model.results, equal, limits)
         return found, _run(model, path, model.given)
     with torch.no_grad():
         torch.export.save(program, buffer := io.BytesIO())  # to a file on a full disk, it ends the process
         path.write_bytes(buffer.getbuffer())
-        found = Exported(path, operations_of(program), "torch.export", math.nan, None, axes, model.results, equal)
+        found = Exported(
+            path, operations_of(program), "torch.export", math.nan, None, axes, model.results, equal, limits
+        )
         return found, _run(model, path, model.given)
 
 
 def _takes_other_sizes(model: TensorModel, path: Path, axes: dict, tolerance: float) -> bool:
     """Return True if a file computes what the model does where each open axis is longer or shorter by one."""
-    for longer in (True, False):
-        given = []
-        for name, t in zip(model.names, model.given, strict=True):
-            given.append(t)
+    for more in (1, -1):
+        given = list(model.given)
+        for i, name in enumerate(model.names):
             for axis in axes.get(name, ()):
-                last = given[-1]
-                longer_by_one = torch.cat([last, last.narrow(axis, -1, 1)], axis)
-                given[-1] = longer_by_one if longer else last.narrow(axis, 0, last.shape[axis] - 1)
+                given[i] = _resized(given[i], axis, given[i].shape[axis] + more)
         try:
             with torch.no_grad():
                 expected = model(*(t.clone() for t in given))
@@ -353,6 +372,25 @@ def _takes_other_sizes(model: TensorModel, path: Path, axes: dict, tolerance: fl
             return False
         return error(tuple(got), tuple(expected)) <= tolerance
     return False
+
+
+def _takes_beyond(model: TensorModel, made: Exported) -> bool:
+    """Return True if the model itself runs beyond a limit of the file."""
+    for limited, sizes in made.limits.items():
+        axis, size = int(limited.rsplit(" ", 1)[1]), next(int(word) for word in sizes.split() if word.isdigit())
+        size += 1 if sizes.startswith("up to") else -1
+        if size <= LONG:
+            open_ = [axis in made.dynamic.get(name, ()) for name in model.names]
+            given = [_resized(t, axis, size) if opened else t for t, opened in zip(model.given, open_, strict=True)]
+            with suppress(Exception), torch.no_grad():
+                model(*(t.clone() for t in given))
+                return True
+    return False
+
+
+def _resized(t: Tensor, axis: int, size: int) -> Tensor:
+    """Cut a tensor, or repeat its last element, along an axis."""
+    return t.index_select(axis, torch.arange(size).clamp(max=t.shape[axis] - 1))
 
 
 def _run(model: TensorModel, path: Path, given: Sequence[Tensor]) -> list[Tensor]:
