@@ -104,11 +104,24 @@ def test_a_norm_stays_where_something_else_sees_its_factor(options):
 
 
 class Flagged(nn.Sequential):
-    def forward(self, x, attention_mask=None, only_norm=False):
+    def forward(self, x, attention_mask=None, only_norm=False, context=None, scale=1.0):
         return self[0](x) if only_norm else super().forward(x)
 
 
-def test_masks_and_flags_that_the_example_does_not_have_are_named():
+def test_arguments_that_the_example_does_not_have_are_named():
     model = convert(Flagged(nn.LayerNorm(4), nn.Linear(4, 4)), "un").eval()
-    assert audit(model, torch.randn(3, 4)).absent == ("attention_mask", "only_norm=False")
-    assert audit(model, torch.randn(3, 4), None, False).absent == ("attention_mask",)
+    found = audit(model, torch.randn(3, 4))
+    assert (found.absent, found.deciding) == (("attention_mask", "only_norm=False", "context", "scale=1.0"), ())
+    assert audit(model, torch.randn(3, 4), None, False, scale=2.0).absent == ("attention_mask", "context")
+
+
+class Deciding(nn.Sequential):
+    def forward(self, x):
+        x = self[0](x)
+        return self[1](self[2](x) if x.mean() > -100 else x)
+
+
+def test_modules_that_branch_on_values_are_named():
+    model = nn.Sequential(nn.Linear(4, 4), Deciding(nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)))
+    assert audit(convert(model, "un").eval(), torch.randn(3, 4)).deciding == ("1",)
+    assert audit(convert(model[0:1].append(nn.LayerNorm(4)), "un").eval(), torch.randn(3, 4)).deciding == ()

@@ -34,11 +34,11 @@ class Outcome:
 class Audit:
     """Outcome of every norm: iterates over its rows, prints as a table.
 
-    `tried` are labels of the calls. `absent` are masks and flags that the model takes and the example does not have.
+    `tried` are labels of the calls. `absent` are arguments that the model takes and the example does not have.
     `untied` is the number of parameters of the copies that `untie` made. `unreadable` are modules named like norms
     that stay as they are, with the reason. `added` are arguments that the example does not have, and with which the
     model was called. `other_inputs` are modules that read inputs which the example does not have, such as images; they
-    did not run, and stay as they are.
+    did not run, and stay as they are. `deciding` are modules that read values of tensors, as branches do.
     """
 
     rows: tuple[Outcome, ...]
@@ -48,6 +48,7 @@ class Audit:
     unreadable: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
     other_inputs: tuple[str, ...] = ()
+    deciding: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Outcome]:
         return iter(self.rows)
@@ -84,6 +85,7 @@ class Audit:
         notes = {
             "called with": self.added,
             "not in the example, so taken as never given, or never changed:": self.absent,
+            "branches on values, of which only those of the example were followed, in": self.deciding,
             "left as they are, since they cannot be read:": [listed(self.unreadable, 4)] * bool(self.unreadable),
             "not run and left as they are, since they read other inputs:": self.other_inputs,
         }

@@ -86,8 +86,11 @@ class Survey:
             self.calls: dict[str, Call] = {EXAMPLE: self.given, **others}
             self._reach_experts()
         left_out = {name: parameter.default for name, parameter in self.given.left_out(model).items()}
-        flags = [f"{name}={default}" for name, default in left_out.items() if isinstance(default, bool)]
-        self.absent = (*(name for name in left_out if "mask" in name), *flags)
+        self.absent = tuple(
+            f"{name}={default}" if isinstance(default, bool | int | float) else name
+            for name, default in left_out.items()
+            if not _is_known(model) or "mask" in name or isinstance(default, bool)
+        )
         self.trace.other_inputs = self._other_inputs()
         if other:
             self._keep_tables_that_grow()
@@ -288,7 +291,9 @@ class Survey:
 
     def audit(self, outcomes: dict[str, Outcome]) -> Audit:
         """Report the outcomes and what was tried."""
-        found = (self.absent, self.untied, self.unreadable, self.added, self.trace.other_inputs)
+        own = [name for name in sorted(self.trace.deciding) if not _is_known(self.model.get_submodule(name))]
+        deciding = tuple(name or type(self.original).__name__ for name in own)
+        found = (self.absent, self.untied, self.unreadable, self.added, self.trace.other_inputs, deciding)
         return Audit(tuple(outcomes.values()), tuple(self.calls), *found)
 
     def require_repeatable(self) -> None:
@@ -317,6 +322,11 @@ def take_all_apart(model: nn.Module) -> nn.Module:
         if (whole := take_apart(module)[1]) is not None:
             model = put_everywhere(model, name, whole)
     return model
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Return True for a class of torch or transformers, whose arguments and branches keep norms as they are."""
+    return type(module).__module__.partition(".")[0] in ("torch", "transformers")
 
 
 def _has_loader(model: nn.Module, found: dict[str, Found]) -> bool:

@@ -149,6 +149,7 @@ class Trace:
         self.sources: dict[Any, Source] = {}
         self.inputs: dict[str, Tensor] = {}  # norm: pairs (code, channel)
         self.masked: set[str] = set()  # norms that are called with a mask, or by keyword
+        self.deciding: set[str] = set()  # modules whose forward turns a tensor into a number, as a branch does
         self.slots: dict[Product, Tensor] = {}  # pairs (code, input of the product)
         self.weight_consumers: dict[str, set[str]] = defaultdict(set)  # parameter: operations that are no product
         self.rowless: dict[str, set[Rowless]] = defaultdict(set)  # parameter: operations that had no rows

@@ -156,6 +156,8 @@ class Tracer(TorchDispatchMode):
         out = func(*args, **kwargs)
         if self.inside_norm:
             return out
+        if func.overloadpacket is aten._local_scalar_dense and self.module not in self.trace.norms:
+            self.trace.deciding.add(self.module)
         packet, name, dtype = func.overloadpacket, str(func.overloadpacket), kwargs.get("dtype") or torch.float
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if packet in ZEROS and out.dim() > 1 and out.dtype.is_floating_point:
