@@ -221,7 +221,7 @@ WHOLE = ("loss", "constant_loss", "gradient_norm")
 def healthy(steps=200):
     """Rows with all that checks need and nothing wrong in them."""
     calm = {"Gamma_bound": 20.0, "tokens": 900.0, "padding": 0.0, "nonfinite": 0.0, "dead": 0.0, "filtered_rate": 0.0}
-    calm |= {"warmup_left": 0.0, "token_share": 0.8, "typical_token": 0.9, "zero_channels": 0.0}
+    calm |= {"warmup_left": 0.0, "token_share": 0.8, "typical_token": 0.9, "zero_channels": 0.0, "zero_gain": 0.0}
     calm |= {"skipped": 0.0, "skipped_grad": 0.0, "mask_length": 0.0}
     names = sorted({name for check in CHECKS for name in check.needs.split()})
     for step in range(1, steps + 1, max(1, steps // 6)):

@@ -40,11 +40,12 @@ def fold(
     compute statistics of each token the gain and bias vanish if they can. What stays has its reason in the report.
 
     The connections are not assumed but traced, see `audit`. The result is compared with the original in float64 on
-    the example and on random inputs of other shapes. Numbers, flags and branches are taken as fixed, arguments that
-    the example does not have as never given; the report names both, but for branches on lengths. A norm that a weight might read which no call used (another
-    head) stays, and one of whose output the model selects rows that the example does not have. Experts that the example
-    does not reach are reached by calls in which the tokens choose all in turn. Models that take `use_cache` are called
-    with `use_cache=False`, unless the example says otherwise. Tied weights stay tied. The original is not changed.
+    the example and on random inputs of other shapes. Numbers, flags and branches are taken as fixed, arguments that the
+    example does not have as never given; the report names them, but for branches on lengths. A norm that a weight might
+    read which no call used (another head) stays, and one of whose output the model selects rows that the example does
+    not have. Experts that the example does not reach are reached by calls in which the tokens choose all in turn.
+    Models that take `use_cache` are called with `use_cache=False`, unless the example says otherwise. Tied weights stay
+    tied. The original is not changed.
 
     Args:
         model: The model, in evaluation mode.

@@ -213,8 +213,10 @@ def bad_batches(check: Check, recording: Recording) -> list[Finding]:
         finite = dict(next(iter(series.values())).points()).get(step) == 0  # before the first norm
         overflow = half and (finite or dict(half.get(first, Series("", [], [])).points()).get(step, 0) > 0)
         what = "values exceed float16" if overflow else "values that are not finite"
-        message = f"{format_sites(bad, recording)}: {what}, first at step {step}, from {first} on"
-        advice = "use bfloat16 or float32" if overflow else "look at this batch, else lower the learning rate"
+        before = max((each for each in series[first].steps if each < step), default=0)
+        this = "this batch" if step - before == 1 else f"the batches of steps {before + 1} to {step}, by every=1"
+        message = f"{format_sites(bad, recording)}: {what}, first seen at step {step}, from {first} on"
+        advice = "use bfloat16 or float32" if overflow else f"look at {this}, else lower the learning rate"
         found.append(Finding("overflow" if overflow else "nan", tuple(bad), message, {**bad, "step": step}, advice))
     gaps = {site: each.last() for name in ("gap_quadratic", "gap_batch") for site, each in recording.of(name).items()}
     recovered = {site for site, each in series.items() if each.last() == 0}
@@ -393,7 +395,7 @@ CHECKS = (
     Check("dead channels", dead_channels, "zero_channels dead", _any, 2),
     Check("zero gain", by_site(
         LIMITS["dead"], "the gain is zero in {percent:.0f} % of the channels, of which the norm passes nothing on",
-        "train it, or start it at 1", number=Series.last), "zero_gain", _any, 2, how=""),
+        "train it, start it at 1, or take it out of weight decay", number=Series.last), "zero_gain", _any, 2, how=""),
     Check("gradient spikes", by_site(
         LIMITS["spike"], "the gradient spikes to {0:.3g}x its median", "clip it, warm up longer, or use pre-norm",
         number=spike), "gradient_norm", None, 4),

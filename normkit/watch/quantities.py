@@ -22,6 +22,7 @@ QUARTILES = {  # of |gamma| / psi_B over the channels of a norm: `spread [5, S]`
     "max": (1.0, "largest"),
 }  # fmt: skip
 
+NO_GAIN = 1e-4  # of a norm, which then passes nothing on
 DEAD = 1e-6  # a channel is dead whose mean square is at most this fraction of the median channel's
 
 
@@ -128,8 +129,8 @@ QUANTITIES: dict[str, Quantity] = {
     },
     "learned_g": Quantity("mean of the learned weight (ScaleNorm: its g)", "Tears Fig. 3, 4", "weight", _mean),
     "zero_gain": Quantity(
-        "share of channels whose learned weight is zero", "normkit",
-        "weight", lambda gain: (gain == 0).to(gain.dtype).mean(-1)),
+        f"share of channels whose learned weight is at most {NO_GAIN:g} in magnitude", "normkit",
+        "weight", lambda gain: (gain.abs() <= NO_GAIN).to(gain.dtype).mean(-1)),
     # gradients
     "g_mu": Quantity("(1/d) ||g_mu||, g_mu = mean(gamma dL/dy)", "PowerNorm Eq. 3, Fig. 3", "g_mu", _per_channel),
     "g_sigma2": Quantity(

@@ -2,8 +2,9 @@
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import normkit.watch.graph_ops as graph_ops
-from normkit._util import is_int, require
+from normkit._util import is_int, listed, require, warn
 from normkit.kernels.records import is_recomputed
 from normkit.kernels.sync import is_distributed
 from normkit.models.checks import check_is_model
@@ -55,7 +56,7 @@ def record(
             which some faults cannot be seen. Or a function without arguments that returns the loss of the last step:
             `lambda: loss`. A model whose output has a `loss`, as in transformers, needs neither.
         to: CSV file that rows are appended to, or a function that takes them; see `Rows`.
-        keep: Number of rows held in memory.
+        keep: Number of rows of norms held in memory, the newest ones; those of the whole model all stay.
 
     Yields:
         The rows recorded so far.
@@ -134,6 +135,9 @@ class Recorder:
         self.key = graph_ops.register(self)
         self.ledger = torch.zeros(1, device=next((p.device for p in model.parameters()), None))  # of `graph_ops`
         self.norms = [NormRecorder(self, site, Memory(), index) for index, site in enumerate(found)]
+        self.measured: set[str] = set()
+        self.frozen: set[str] = set()  # norms in evaluation mode in a step that is measured
+        self.evaluated = 0  # forwards of the model in evaluation mode, with gradients
         for norm in self.norms:
             module = norm.site.module
             self._hooks.enter_context(module.register_forward_pre_hook(norm.before, with_kwargs=True))
@@ -187,6 +191,8 @@ class Recorder:
                 return
             self.begin_step()
             self.padding.take_masks(args, kwargs)
+        elif self.key != NO_KEY and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.evaluated += 1
 
     def _after(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: object) -> None:
         if torch.compiler.is_compiling() or self.key == NO_KEY:
@@ -254,6 +260,17 @@ class Recorder:
             self._parameter_hooks.close()
             graph_ops.LISTENERS.pop(self.key, None)
             self.due = self.active = False
+        self._warn_unseen()
+
+    def _warn_unseen(self) -> None:
+        """Warn of forwards and norms that were not measured."""
+        if self.evaluated:
+            what = f"{self.evaluated} forwards with gradients ran in evaluation mode and were not recorded"
+            warn(f"{what}: call model.train() before those that train, and use torch.no_grad() for the others")
+        if frozen := [norm.site.name for norm in self.norms if norm.site.name in self.frozen - self.measured]:
+            warn(f"norms in evaluation mode while the model trained were not recorded: {listed(frozen, 4)}")
+        elif self.step and self.norms and self.needs - WHOLE and not self.measured:
+            warn(f"no norm was recorded in {self.step} steps: record a compiled model from before its first forward")
 
     def state(self) -> dict[str, Any]:
         """The state, beside the step, that a resumed recording needs for the same values."""
@@ -277,6 +294,8 @@ class NormRecorder:
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Measure the input, before the norm updates its statistics."""
+        if self.recorder.active and not module.training:
+            self.recorder.frozen.add(self.site.name)
         if torch.compiler.is_compiling():
             if module.training:
                 x, mask = self._given(args, kwargs)
@@ -329,6 +348,7 @@ class NormRecorder:
         return self.recorder.padding.mask(self.site.channels_last(x).shape[:-1])
 
     def _add(self, step: int, fields: Fields, side: str, followed: Tensor) -> None:
+        self.recorder.measured.add(self.site.name)
         last = int(getattr(self.site.module, "window", 4))
         fields |= self.memory.windows(side, followed, self.recorder.needs, last)
         self.recorder.pending.append(Sample(step, self.site, fields))
@@ -353,6 +373,12 @@ def _check(model: nn.Module, loss: object, every: int) -> None:
     require(is_int(every) and every >= 1, "every", every, "a whole number of at least 1")
     allowed = "a module, a function without arguments such as `lambda: loss`, or None"
     require(loss is None or callable(loss), "loss", loss, allowed)
+    if callable(loss) and not isinstance(loss, nn.Module):
+        given: Iterable[inspect.Parameter] = ()
+        with suppress(ValueError):  # a signature that is not known
+            given = inspect.signature(loss).parameters.values()
+        needs = any(each.default is each.empty and each.kind <= each.POSITIONAL_OR_KEYWORD for each in given)
+        require(not needs, "loss", loss, f"{allowed}; this one takes arguments")
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
         sharded = "models with sharded parameters (FSDP2) cannot be recorded; DDP ones can"
         raise ValueError(f"{sharded}. Train without recording: --record-every 0")

@@ -3,6 +3,7 @@
 import collections
 import csv
 import io
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator
@@ -50,7 +51,8 @@ class Rows:
     for a number of the whole model. `norm` is its spec, or the class name of a norm that is not normkit's.
 
     Args:
-        keep: Number of rows held, the newest ones; bounds the memory.
+        keep: Number of rows held, the newest ones; bounds the memory. Those of the whole model, such as its loss, are
+            kept beyond it, as a run is judged by its start, too.
         to: CSV file to which whole lines are appended, each 50,000 rows and at the end; or a function that takes them.
     """
 
@@ -59,6 +61,7 @@ class Rows:
         self.keep = keep
         self.refresh: Callable[[], None] = lambda: None
         self._held: collections.deque[Row] = collections.deque(maxlen=keep)
+        self._older: list[Row] = []  # of the whole model
         self._waiting: collections.deque[Waiting] = collections.deque()
         self._count = 0  # rows waiting
         self._send = to if to is None or callable(to) else Appender(to)
@@ -67,10 +70,8 @@ class Rows:
         """Add numbers without waiting for the device."""
         self._waiting.append(new)
         self._count += len(new.names)
-        if self._send is not None and self._count >= min(50_000, self.keep):  # some thousand steps
+        if self._count >= min(50_000, self.keep):  # some thousand steps
             self.take()
-        while self._count > self.keep:
-            self._count -= len(self._waiting.popleft().names)
 
     def take(self) -> None:
         """Copy the numbers from the device, and send them to the file or function, if any."""
@@ -82,6 +83,8 @@ class Rows:
         new = [Row(*entry[:3], name, next(numbers)) for entry in self._waiting for name in entry.names]
         self._waiting.clear()
         self._count = 0
+        old = max(0, len(self._held) + len(new) - self.keep)
+        self._older += [row for row in itertools.islice(itertools.chain(self._held, new), old) if not row.site]
         self._held.extend(new)
         if self._send is not None:
             self._send(new)
@@ -93,11 +96,11 @@ class Rows:
 
     def __iter__(self) -> Iterator[Row]:
         self.take()
-        return iter(list(self._held))
+        return iter([*self._older, *self._held])
 
     def __len__(self) -> int:
         self.take()
-        return len(self._held)
+        return len(self._older) + len(self._held)
 
 
 # -- in memory --------------------------------------------------------------------------------------------------------
