@@ -106,7 +106,7 @@ def unknown(known: Iterable[str], name: str, kind: str, more: str = "") -> Value
     shorter = sorted((each for each in lower if len(each) > 2 and key.startswith(each)), key=len, reverse=True)
     close = longer or shorter or difflib.get_close_matches(key, lower, n=1)
     hint = f" (did you mean {lower[close[0]]!r}?)" if close else ""
-    listed = ", ".join(known)
+    listed = ", ".join(f"{each!r}" if "," in each else each for each in known)
     if close and len(known) > MANY:
         near = [lower[each] for each in difflib.get_close_matches(key, lower, n=3, cutoff=0)]
         listed = f"{len(known)}, such as {', '.join(near)}"

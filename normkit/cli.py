@@ -76,9 +76,16 @@ def import_module(name: str) -> None:
     path = Path(name)
     sys.path.insert(0, str(path.parent.absolute()))
     module = path.stem if path.suffix == ".py" else name
-    if not module or importlib.util.find_spec(module) is None:
+    try:
+        known = bool(module) and importlib.util.find_spec(module) is not None
+    except ImportError:
+        known = False
+    if not known:
         raise ValueError(f"--import {name}: found no such module or file; name a .py file or an installed module")
-    importlib.import_module(module)
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        raise ValueError(f"--import {name}: {type(error).__name__}: {error}") from error
 
 
 class _Parser(argparse.ArgumentParser):
@@ -126,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     one.add_argument("--budget", type=float, help="train nothing: remove norms for at most this together")
     one.add_argument("--length", type=_positive, help="most tokens of a text; default: the model's, up to 512")
-    one.add_argument("--lr", type=float, help="highest learning rate; default: 3e-4, of language models 1e-3")
+    one.add_argument("--lr", type=_above_0, help="highest learning rate; default: 3e-4, of language models 1e-3")
     one.add_argument(
         "--multiply-adds", action="store_true", help="leave each norm as one, for float16 and 8-bit integers"
     )
@@ -296,6 +303,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1; got {text!r}")
     return int(text)
+
+
+def _above_0(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0; got {text!r}")
+    return found
 
 
 def _shape(text: str) -> tuple[int, int]:

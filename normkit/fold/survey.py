@@ -39,6 +39,10 @@ Outputs = dict[str, Tensor]  # by path in what the model returns
 EXAMPLE = "the example"
 MEDIA = {"pixel_values", "pixel_values_videos", "input_features", "input_values"}  # arguments of models of transformers
 MOST_TURNS = 32  # calls that reach more experts
+STATEFUL = (
+    "its forward is random or keeps state, so its outputs cannot be compared. Remove what is random, or reset the state"
+    " in forward"
+)
 TOLERANCE = 1e-9  # of the comparison in float64, relative to the largest output
 
 
@@ -81,7 +85,7 @@ class Survey:
         self.failure = ""  # of the last model that was compared
         with in_float64():
             others = variants(self.model, widened(self.given), other_shapes=other, run=self._record)
-            self._record(EXAMPLE, False, self.given)
+            self._record_example()
             self._require_norms()
             self.calls: dict[str, Call] = {EXAMPLE: self.given, **others}
             self._reach_experts()
@@ -153,6 +157,19 @@ class Survey:
                 self.expected[label] = answer
         except Exception:
             self.trace = before
+            raise
+
+    def _record_example(self) -> None:
+        """Trace the example; an error if it runs, but not after other calls."""
+        try:
+            self._record(EXAMPLE, False, self.given)
+        except ValueError as error:
+            fresh = False
+            with contextlib.suppress(Exception):
+                fresh = "could not run" in str(error) and widened(self.given).of(self.double()) is not None
+            if fresh:
+                what = "ran the model on the example, but not after another call"
+                raise ValueError(f"{self.verb}() {what}: {STATEFUL}") from error
             raise
 
     def _reach_experts(self) -> None:
@@ -299,10 +316,7 @@ class Survey:
     def require_repeatable(self) -> None:
         """Raise a ValueError for a forward that is random or keeps state: copies differ, too."""
         if not self.worst(self.double()) <= 1e-12:
-            raise ValueError(
-                f"{self.verb}() ran the model twice on the example and got different outputs: its forward is random or "
-                "keeps state, so its outputs cannot be compared. Remove what is random, or reset the state in forward"
-            )
+            raise ValueError(f"{self.verb}() ran the model twice on the example and got different outputs: {STATEFUL}")
 
 
 def widen(model: nn.Module) -> None:

@@ -315,12 +315,18 @@ def _inherit(new: Norm, old: nn.Module, found: Found) -> None:
             mine.copy_(theirs)
 
 
+OWN = (
+    "A norm of your own is read if its class name ends in LayerNorm or RMSNorm, and its gain and bias are called"
+    " weight and bias; or put norms of normkit in its place, such as normkit.make('rms', channels)"
+)
+
+
 def _nothing_found(model: nn.Module, readable: list[str], verb: str) -> str:
     if readable:
         return f"{verb}() found norms, but its rules select none: {listed(readable, 12)}. Change the rules or where="
     if seen := unreadable(model):
         named = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(seen.items())[:6])
-        instead = "put norms of normkit in their places, such as normkit.make('un', 64)"
-        return f"{verb}() found no norm that it can read: {named}. Mend them, or {instead}"
+        return f"{verb}() found no norm that it can read: {named}. {OWN}"
     kinds = sorted({type(module).__name__ for module in model.modules()})
-    return f"{verb}() found no norm: no class in this model has 'norm' in its name. Classes seen: {listed(kinds, 12)}"
+    named = listed(kinds, 12)
+    return f"{verb}() found no norm: no class in this model has 'norm' in its name. Classes seen: {named}. {OWN}"

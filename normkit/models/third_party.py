@@ -132,7 +132,7 @@ def _first_that_agrees(module: nn.Module, readers: tuple[Callable[[Any], Found],
     if broken := [name for name, t in tensors if not t.is_meta and t.isnan().any()]:
         raise CannotRead(f"its {broken[0]} has NaN; load or compute it again")
     if further := [name for name in module._parameters if name not in ("weight", "bias")]:
-        raise CannotRead(f"it has further parameters ({', '.join(further)})")
+        raise CannotRead(f"it has parameters beside weight and bias ({', '.join(further)})")
     taken = [each for each in inspect.signature(type(module).forward).parameters.values() if each.kind not in LOOSE]
     if more := [each.name for each in taken[2:]]:
         raise CannotRead(f"its forward takes further inputs ({', '.join(more)})")

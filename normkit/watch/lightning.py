@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as lightning
 
+from normkit._util import unknown
 from normkit.watch import Recorder, Row, Rows
 from normkit.watch.rows import Appender, truncate_file
 
@@ -76,7 +77,10 @@ class Watch(lightning.Callback):
         """Begin with a new file, or, in a resumed run, with the old one up to the checkpoint."""
         step = self._resumed.get("step", 0)
         model, sink = pl_module.get_submodule(self.part), self._sink(trainer)
-        loss = pl_module.get_submodule(self.loss) if self.loss else None
+        try:
+            loss = pl_module.get_submodule(self.loss) if self.loss else None
+        except AttributeError:
+            raise unknown((name for name, _ in pl_module.named_modules() if name), self.loss, "module") from None
         recorder = Recorder(model, self.every, self.quantities, loss=loss, to=sink, keep=self.keep, start=step)
         if self.to is not None and trainer.is_global_zero:  # after all checks
             truncate_file(Path(self.to), self._resumed.get("bytes"))

@@ -94,7 +94,9 @@ def _train(runs: Mapping[Path, Any], out: Path, resume: bool) -> int:
     """Train runs one after the other, in this process; an interrupt ends them."""
     from rich.console import Console
 
+    from normkit_papers import results
     from normkit_papers.studies.runner import describe, progress_bars
+    from normkit_papers.train.folder import checkpoints
     from normkit_papers.train.run import train as train_run
 
     found, told = dict[Path, Any](), set[str]()
@@ -113,6 +115,8 @@ def _train(runs: Mapping[Path, Any], out: Path, resume: bool) -> int:
 
             if signals:
                 break
+            if resume and folder.is_dir() and results.ended(folder) is None and not checkpoints(folder):
+                _write(f"{run.name}: {folder} has no checkpoint yet, so it starts again (--checkpoint-every)")
             try:
                 found[folder] = train_run(run, folder, resume, on_progress, _typed("train"))
             except KeyboardInterrupt:
