@@ -80,7 +80,7 @@ def _arguments(rule: Rule, state: State, how: KernelRule) -> tuple[list[Tensor |
     end = how.warmup
     buffers = [
         state.running, state.step, state.skipped, state.skipped_grad, how.window, how.window_grad, how.smooth_grad,
-        how.filtered, *(how.drift or (None, None, None)), end if isinstance(end, Tensor) else None,
+        how.filtered, end if isinstance(end, Tensor) else None,
     ]  # fmt: skip
     numbers = [
         FORWARD.index(how.forward), BACKWARD.index(how.backward), NEVER if isinstance(end, Tensor) else end,

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from normkit.kernels import dispatch, layout, native, reference
+from normkit.kernels.records import StepStatistics, unpack
 from normkit.kernels.rule import NEVER, KernelRule, Rule, State, find_kernel_rule
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -101,17 +102,24 @@ def train_step(x: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
     if not compiles:
         dispatch.count(kind, "train_step on one reading" if known else "train_step")
     if how:
-        drifts = bool(how.drift) and kind == "triton" and rule.known_end(state) == NEVER
-        plan = dispatch.load_triton().plan(rule, how, x, mask, known, drifts) if kind == "triton" else []
+        plan = dispatch.load_triton().plan(rule, how, x, mask, known) if kind == "triton" else []
         mask = None if mask is None else mask.contiguous()
         y, packed = native.step(x, parameters, mask, rule, state, how, known, plan, groups, found)
         if not recomputed:
+            if state.buffers.get("warmup_end") is not None and rule.known_end(state) == NEVER:
+                _measure_drift(rule, unpack(packed, mask, state), state)
             state.records.add_packed(packed, mask, state, y)
         return y
     y, statistics = reference.train_step(x, mask, rule, state, module, wide, found)
     if not (compiles or recomputed):
         state.records.add(statistics, y)
     return y
+
+
+@torch.no_grad()
+def _measure_drift(rule: Rule, made: StepStatistics, state: State) -> None:
+    """Follow the drift of an automatic warm-up, which kernels leave to the norm; an unusable batch took no step."""
+    state.write(rule.drift_state(made.batch, made.step, state), made.step == state.step)
 
 
 def _is_as_before(x: Tensor, parameters: tuple[Tensor | None, Tensor | None], state: State) -> bool:

@@ -1,7 +1,7 @@
 """What a norm with batch statistics decides in a training step, and its form for kernels."""
 
 import functools
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,12 +9,8 @@ from torch import Tensor
 from normkit.kernels import sync
 from normkit.kernels.records import Records
 
-# of automatic warm-ups; cpu/rules.h has them, too
-FAST, SLOW = 1 / 8, 1 / 32  # shares of the new value in the averages whose difference is the drift
-LARGEST_LAG = 0.15  # the warm-up ends below it; 0.03 without any drift, seldom over 0.11
-UNSEEN = 1e-4  # variance of a difference of 1 %, which is no drift
 NEVER = 2**62  # the end of a warm-up that lasts
-NOTICE = 16  # steps from the decision to the end
+Rule = Any  # a method as a training step reads it: a `StatNorm`, which this package does not import
 
 
 class Stat(NamedTuple):
@@ -60,7 +56,6 @@ class KernelRule(NamedTuple):
         window_grad: Buffer `[M, C]` of recent gradient statistics.
         smooth_grad: Buffer `[1, C]` of running gradient statistics.
         filtered: Buffer that counts outliers; None if they are not filtered.
-        drift: Buffers `averages [3, C]`, `lag` and `warmup_end` of an automatic warm-up.
     """
 
     forward: str
@@ -75,7 +70,6 @@ class KernelRule(NamedTuple):
     window_grad: Tensor | None = None
     smooth_grad: Tensor | None = None
     filtered: Tensor | None = None
-    drift: tuple[Tensor, ...] = ()
 
 
 class State:
@@ -132,48 +126,6 @@ class State:
         joint = torch.where(ok, torch.cat([joint.flatten(), rows.view(1)]), held)
         pending.copy_(joint)
         return joint[:-1].view_as(batch), joint[-1]
-
-
-class Rule(Protocol):
-    """A method as a training step reads it; `StatNorm` is one."""
-
-    weight: Any
-    bias: Any
-    dim: int
-    eps: float
-    groups: int  # of layer-scale: runs of channels of a token, each first divided by its root mean square; 0: none
-    center: ClassVar[bool]  # statistics are mean and variance (k = 2), else a mean square (k = 1)
-    pad_grad: ClassVar[str]  # gradient statistics sum over "exact"ly all rows, or over "real" ones
-
-    def state(self) -> State:
-        """Return the buffers as they are now."""
-        ...
-
-    def kept_state(self) -> State:
-        """Return `state()`, the same object until a buffer or an option is another one."""
-        ...
-
-    def train_stat(self, batch: Tensor, step: Tensor, count: Tensor, state: Any) -> Stat:
-        """Return the statistics to standardize with, and the new state."""
-        ...
-
-    def grad_stat(
-        self, batch: Tensor, step: Tensor, saved: tuple[Tensor, ...], state: Any
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the gradient statistics to remove, and the new values of buffers."""
-        ...
-
-    def kernel_rule(self, state: Any) -> KernelRule | None:
-        """Return both rules in the form that kernels apply, or None."""
-        ...
-
-    def known_in_advance(self, state: Any) -> bool:
-        """Return True if neither `value` nor what the backward removes depends on the batch."""
-        ...
-
-    def known_end(self, state: Any) -> int:
-        """Return the last step of the warm-up, `NEVER` until the host has seen it."""
-        ...
 
 
 def find_kernel_rule(rule: Any, state: State) -> KernelRule | None:

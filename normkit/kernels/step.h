@@ -28,8 +28,6 @@ struct State {       // buffers of the norm, updated
     std::int64_t slots, slots_grad;
     float* smooth_grad;
     std::int64_t* filtered;  // counts outliers; not given if they are not filtered
-    float *averages, *lag;   // of an automatic warm-up: [3, channels] and a number
-    std::int64_t* warmup_end;
     const std::int64_t* end;  // of the warm-up, if not `warmup`; 0 until it is known
 };
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from normkit.kernels import ops, sync
-from normkit.kernels.rule import NOTICE, usable
+from normkit.kernels.rule import usable
 from normkit.norms import PowerNorm, StatNorm
-from normkit.norms._warmup import WarmupNorm
+from normkit.norms._warmup import NOTICE, WarmupNorm
 from normkit.norms.un import UN
 from normkit.watch.quantities import QUARTILES, Quantity
 from normkit.watch.rows import Waiting

@@ -87,7 +87,7 @@ std::tuple<Tensor, Tensor> row_norm_grad(const Tensor& given_dy, const Tensor& i
 
 // Lists of tensors, in the order of native.py.
 enum Buffer {
-    RUNNING, STEP, SKIPPED, SKIPPED_GRAD, WINDOW, WINDOW_GRAD, SMOOTH_GRAD, FILTERED, AVERAGES, LAG, WARMUP_END, END
+    RUNNING, STEP, SKIPPED, SKIPPED_GRAD, WINDOW, WINDOW_GRAD, SMOOTH_GRAD, FILTERED, END
 };
 
 // A tensor of numbers, in the order of native.py: a list of them would be converted in each step.
@@ -132,8 +132,7 @@ State addresses_of_state(const Addresses& address, const variable_list& state) {
         .window = address(state[WINDOW], "window"), .window_grad = address(state[WINDOW_GRAD], "window_grad"),
         .slots = slots(state[WINDOW]), .slots_grad = slots(state[WINDOW_GRAD]),
         .smooth_grad = address(state[SMOOTH_GRAD], "smooth_grad"),
-        .filtered = address.counter(state[FILTERED], "filtered"), .averages = address(state[AVERAGES], "averages"),
-        .lag = address(state[LAG], "lag"), .warmup_end = address.counter(state[WARMUP_END], "warmup_end"),
+        .filtered = address.counter(state[FILTERED], "filtered"),
         .end = address.counter(state[END], "warmup_end"),
     };
 }
@@ -228,7 +227,7 @@ struct Step : torch::autograd::Function<Step> {
         step.decided = decided;
         step.y = y.data_ptr();
         given->run(step, false, x);
-        if (!decided) mark_written(given->state, {RUNNING, STEP, SKIPPED, WINDOW, FILTERED, AVERAGES, LAG, WARMUP_END});
+        if (!decided) mark_written(given->state, {RUNNING, STEP, SKIPPED, WINDOW, FILTERED});
         context->save_for_backward({input, given_weight.value_or(Tensor()), given->mask});
         context->saved_data["given"] = at::IValue::make_capsule(given);
         return y;

@@ -44,30 +44,6 @@ inline float moved(float old, float target, float share) {
     return share < 0.5f ? old + share * (target - old) : target - (1 - share) * (target - old);
 }
 
-// Follow the drift of statistics and note when the warm-up ends: `WarmupNorm.drift_state` (norms/_warmup.py), the reference.
-inline void measure_drift(const State& state, const float* batch, int64_t channels, int64_t step, float eps) {
-    constexpr float FAST = 1 / 8.0f, SLOW = 1 / 32.0f, LARGEST_LAG = 0.15f, UNSEEN = 1e-4f;
-    constexpr int64_t NOTICE = 16;
-    if (!state.warmup_end || *state.warmup_end) return;
-    float *fast = state.averages, *slow = fast + channels, *variance = slow + channels;
-    const float floor = eps > 0 ? eps : std::numeric_limits<float>::min();
-    const bool first = *state.lag == 0;
-    double drift = 0, noise = 0;
-    for (int64_t c = 0; c < channels; ++c) {
-        const float level = std::log(std::max(batch[c], floor));
-        if (first) fast[c] = slow[c] = level;
-        const float apart = level - slow[c];
-        variance[c] += SLOW * (apart * apart - variance[c]);
-        fast[c] += FAST * (level - fast[c]);
-        slow[c] += SLOW * apart;
-        drift += (fast[c] - slow[c]) * (fast[c] - slow[c]);
-        noise += variance[c];
-    }
-    const float before = first ? 1 : *state.lag, share = float(drift / (noise + UNSEEN * channels));
-    *state.lag = before + SLOW * (share - before);
-    if (*state.lag < LARGEST_LAG) *state.warmup_end = step + NOTICE;
-}
-
 // Compute the statistics of the batch, apply the rule and update the state. If the statistics are known in advance, y
 // is written on the reading that sums.
 template <class T>
@@ -124,7 +100,6 @@ void decide(const TrainingStep& given, int threads) {
         made.value[c] = ok ? mean_now[c] : state.running[c];
         if (ok) state.running[c] = moved(state.running[c], mean_now[c], rate);
     }
-    if (ok) measure_drift(state, now, channels, step, eps);
     if (ok && outlier) ++*state.filtered;
     *(ok ? state.step : state.skipped) = ok ? step : *state.skipped + 1;
 }

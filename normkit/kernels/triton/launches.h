@@ -1,6 +1,6 @@
 // Both passes of a training step on a GPU, as launches of kernels that Triton compiled (plans.py). Forward: sums, rule,
-// standardize; an automatic warm-up measures its drift, too. Backward: sums, rule, dx. If the statistics are known in
-// advance, standardize and dx share the reading of the sums. Scratch memory comes from PyTorch's allocator.
+// standardize. Backward: sums, rule, dx. If the statistics are known in advance, standardize and dx share the reading of
+// the sums. Scratch memory comes from PyTorch's allocator.
 
 #pragma once
 
@@ -10,7 +10,6 @@
 #include <array>
 #include <cstring>
 #include <initializer_list>
-#include <limits>
 #include <type_traits>
 
 #include "../step.h"
@@ -18,7 +17,7 @@
 namespace {
 
 // The kernels of a plan.
-enum KernelIndex { SUMS, FILTER, RULE, DRIFT, OUTPUT, GRAD_SUMS, GRAD_RULE, GRAD_OUTPUT, KERNELS };
+enum KernelIndex { SUMS, FILTER, RULE, OUTPUT, GRAD_SUMS, GRAD_RULE, GRAD_OUTPUT, KERNELS };
 
 // Functions of NVIDIA's driver: cuLaunchKernel, cuCtxPushCurrent, cuCtxPopCurrent.
 using LaunchKernel = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
@@ -113,10 +112,6 @@ inline void train_on_gpu(const TrainingStep& step, const Plan& plan, const at::T
                state.skipped, state.window, excess, state.filtered, made.outlier, made.batch, made.value, made.count,
                made.saved_grad, made.saved_gamma, state.smooth_grad, state.end, plan.programs, shares,
                plan.sum_blocks, channels, state.slots, options.eps, options.rate, options.warmup, options.floor);
-        if (plan.kernels[DRIFT].function)  // until the host has seen the end of the warm-up
-            launch(plan, DRIFT, 1, 1, made.batch + last, state.step, made.step, state.averages, state.lag,
-                   state.warmup_end, channels,
-                   options.eps > 0 ? options.eps : std::numeric_limits<float>::min());
         if (known) return;
     }
     launch(plan, OUTPUT, plan.programs, plan.blocks, step.x, step.y, center ? made.value : none, made.value + last,

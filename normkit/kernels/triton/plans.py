@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from normkit.kernels.rule import FAST, LARGEST_LAG, NOTICE, SLOW, UNSEEN, KernelRule, Rule
+from normkit.kernels.rule import KernelRule, Rule
 from normkit.kernels.triton import columns, rules
-from normkit.kernels.triton.launch import cdiv, column_launch, power_of_2, sum_grid, sum_launch
+from normkit.kernels.triton.launch import cdiv, column_launch, sum_grid, sum_launch
 
 ACTIVATIONS = {"X", "Y", "DY", "DX"}
 PARAMETERS = {"W", "B", "FACTOR", "DW", "DB"}
@@ -44,16 +44,16 @@ class Form(NamedTuple):
     device: int | None
 
 
-def plan(norm: Rule, rule: KernelRule, x: Tensor, mask: Tensor | None, known: bool, drifts: bool) -> list[int]:
-    """Return the fields of `Plan` in `launches.h`; with `drifts`, a step measures the drift."""
+def plan(norm: Rule, rule: KernelRule, x: Tensor, mask: Tensor | None, known: bool) -> list[int]:
+    """Return the fields of `Plan` in `launches.h`."""
     device = x.device.index
     tile, sum_tile, *grids = _grids(x.numel() // x.shape[-1], x.shape[-1])
     stream = torch._C._cuda_getCurrentRawStream(device)
-    return [*driver(device), stream, *grids, *kernels(form(norm, rule, x, mask, known, drifts, tile, sum_tile))]
+    return [*driver(device), stream, *grids, *kernels(form(norm, rule, x, mask, known, tile, sum_tile))]
 
 
 def form(
-    norm: Rule, rule: KernelRule, x: Tensor, mask: Tensor | None, known: bool, drifts: bool, tile: int, sum_tile: int
+    norm: Rule, rule: KernelRule, x: Tensor, mask: Tensor | None, known: bool, tile: int, sum_tile: int
 ) -> Form:  # fmt: skip
     """Return what the kernels of a step depend on."""
     weight, real = norm.weight, mask is not None and norm.pad_grad == "real"
@@ -61,7 +61,6 @@ def form(
         "W": weight, "B": norm.bias, "MASK": mask, "WINDOW": rule.window, "WINDOW_GRAD": rule.window_grad,
         "SMOOTH_GRAD": rule.smooth_grad, "FILTERED": rule.filtered,
         "END": rule.warmup if isinstance(rule.warmup, Tensor) else None,
-        "AVERAGES": rule.drift[0] if drifts else None,
     }  # fmt: skip
     return Form(
         rule.forward, rule.backward, rule.unbiased, rule.clamp, norm.center, known, real,
@@ -125,10 +124,6 @@ def kernels(form: Form) -> tuple[int, ...]:
             | given & {"WINDOW", "SMOOTH_GRAD"},
             **across, RULE=form.forward, UNBIASED=form.unbiased,
         ),
-        *(made(
-            rules.measure_drift, {"BATCH", "STEP", "NEXT", "AVERAGES", "LAG", "END"}, FAST=FAST, SLOW=SLOW,
-            LARGEST=LARGEST_LAG, UNSEEN=UNSEEN, NOTICE=NOTICE, BLOCK=min(power_of_2(form.channels), 1024), num_warps=4,
-        ) if "AVERAGES" in given else absent),
         *made(columns.column_forward, {"X", "Y", "VAR"} | mean | affine, **down),
         *made(
             columns.column_backward, {"SUMS"} | factors | finite | ({"DX", "REMOVED"} if known else set()),

@@ -3,8 +3,7 @@
 `train_rule` is `StatNorm.train_stat`, `grad_rule` is `grad_stat`, for the rules that a `KernelRule` describes. Each
 program owns a block of channels and writes the buffers of these; program 0 alone reads and writes counters. Whether the
 batch is usable depends on all channels: each program reads FINITE, which the column pass wrote for every share, a few
-KB. Shares are summed in a fixed order, as everywhere. `measure_drift`, a launch of its own, is
-`WarmupNorm.drift_state`, and `window_excess` prepares the search for outliers.
+KB. Shares are summed in a fixed order, as everywhere. `window_excess` prepares the search for outliers.
 """
 
 import triton
@@ -185,42 +184,6 @@ def train_rule(
                 tl.store(FILTERED, tl.load(FILTERED) + outlier)
         else:
             tl.store(SKIPPED, tl.load(SKIPPED) + 1)
-
-
-@triton.jit
-def measure_drift(
-    BATCH, STEP, NEXT, AVERAGES, LAG, END, channels, floor,
-    FAST: tl.constexpr, SLOW: tl.constexpr, LARGEST: tl.constexpr, UNSEEN: tl.constexpr, NOTICE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Follow the drift of statistics and note in END when the warm-up ends; one program."""
-    step, lag = tl.load(NEXT), tl.load(LAG)
-    if (tl.load(STEP) == step) & (tl.load(END) == 0):  # the step was taken: the batch was usable
-        drift, noise = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-        for start in range(0, channels, BLOCK):
-            channel = start + tl.arange(0, BLOCK)
-            real = channel < channels
-            level = tl.log(tl.maximum(tl.load(BATCH + channel, mask=real, other=1.0), floor))
-            fast = tl.where(lag == 0, level, tl.load(AVERAGES + channel, mask=real, other=0.0))
-            slow = tl.where(lag == 0, level, tl.load(AVERAGES + channels + channel, mask=real, other=0.0))
-            variance = tl.load(AVERAGES + 2 * channels + channel, mask=real, other=0.0)
-            apart = level - slow
-            variance += SLOW * (apart * apart - variance)
-            fast += FAST * (level - fast)
-            slow += SLOW * apart
-            tl.debug_barrier()  # threads may share a channel: all must have read before one writes
-            tl.store(AVERAGES + channel, fast, mask=real)
-            tl.store(AVERAGES + channels + channel, slow, mask=real)
-            tl.store(AVERAGES + 2 * channels + channel, variance, mask=real)
-            drift += tl.where(real, (fast - slow) * (fast - slow), 0.0)
-            noise += tl.where(real, variance, 0.0)
-        share = tl.sum(drift, 0) / (tl.sum(noise, 0) + UNSEEN * channels)
-        before = tl.where(lag == 0, 1.0, lag)
-        lag = before + SLOW * (share - before)
-        tl.debug_barrier()
-        tl.store(LAG, lag)
-        if lag < LARGEST:
-            tl.store(END, step + NOTICE)
 
 
 @triton.jit
