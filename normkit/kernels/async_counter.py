@@ -13,16 +13,13 @@ class AsyncCounter:
     tensors without numbers (meta, fake). Another counter, as that of `functional_call`, is read from the start. Replace
     the object when the same one is set back on a GPU; on a CPU each call reads it.
 
-    Args:
-        calls: On a GPU, one call in so many starts or reads a copy; that takes the host about as long as a launch.
-
     >>> seen, counter = AsyncCounter(), torch.tensor(3)
     >>> seen.at_least(4, counter), seen.at_least(3, counter)
     (False, True)
     """
 
-    def __init__(self, calls: int = 1) -> None:
-        self.seen, self._asked, self._calls = -1, 0, calls
+    def __init__(self) -> None:
+        self.seen = -1
         self._copy: tuple[Tensor, torch.cuda.Event] | None = None
         self._counter: Tensor | None = None
 
@@ -33,10 +30,8 @@ class AsyncCounter:
         if counter.is_cpu and type(counter) is Tensor:
             self.seen = int(counter.tolist())  # type: ignore[arg-type]  # on a CPU reading takes no wait
         elif counter.is_cuda and self.seen < least and not isinstance(counter, FakeTensor):
-            self._asked += 1
-            if self._asked % self._calls == 0:
-                with torch.cuda.device(counter.device):  # an event belongs to the device that is current
-                    self._poll(counter)
+            with torch.cuda.device(counter.device):  # an event belongs to the device that is current
+                self._poll(counter)
         return self.seen >= least
 
     def _poll(self, counter: Tensor) -> None:

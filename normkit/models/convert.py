@@ -1,7 +1,7 @@
 """Find the norms of any model, and replace them."""
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -116,25 +116,15 @@ def convert(
         >>> convert(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), "un")[1]
         UN(4, un)
     """
-    chosen = chosen_sites(model, to, where, "convert")
+    chosen = _chosen(model, to, where)
     model = copy_unless(inplace, model)
     like = next(model.parameters(), None)
-    return replace_all(model, chosen, lambda name, old: replacement(old, chosen[name], like), mask_from)
-
-
-def replace_all(
-    model: nn.Module, names: Iterable[str], build: Callable[[str, Any], nn.Module], mask_from: MaskFrom = None
-) -> nn.Module:
-    """Put `build(name, norm)` in the place of each named norm; a shared one stays shared.
-
-    Nothing changes before all of them are built and `mask_from` is checked.
-    """
-    sites = {name: model.get_submodule(name) for name in names}
+    sites = {name: model.get_submodule(name) for name in chosen}  # nothing changes before all of them are built
     new: dict[nn.Module, tuple[nn.Module, nn.Module, nn.Module | None]] = {}
     for name, old in sites.items():
         if old not in new:
             norm, whole = take_apart(old)
-            new[old] = norm, build(name, norm), whole
+            new[old] = norm, replacement(norm, chosen[name], like), whole
     if mask_from is not None and "" not in sites:
         norms = [name for name, module in model.named_modules() if isinstance(module, Norm)]
         norms += [f"{name}.norm" if new[old][2] else name for name, old in sites.items()]
@@ -151,15 +141,12 @@ def replace_all(
     return model
 
 
-def chosen_sites(model: nn.Module, to: Specs, where: Where | None, verb: str) -> dict[str, str]:
-    """Return specs by name for the norms to change; a shared norm has several entries.
-
-    The arguments and errors are those of `convert`, the function that `verb` names.
-    """
-    check_not_wrapped(model, verb)
-    check_not_quantized(model, verb)
+def _chosen(model: nn.Module, to: Specs, where: Where | None) -> dict[str, str]:
+    """Return specs by name for the norms to change; a shared norm has several entries."""
+    check_not_wrapped(model, "convert")
+    check_not_quantized(model, "convert")
     if not isinstance(to, str | Mapping):
-        raise TypeError(f"{verb}() takes a spec such as 'un', or rules pattern -> spec; got {type(to).__name__}")
+        raise TypeError(f"convert() takes a spec such as 'un', or rules pattern -> spec; got {type(to).__name__}")
     rules = {"*": to} if isinstance(to, str) else dict(to)
     for pattern, spec in rules.items():
         if not isinstance(pattern, str):
@@ -179,10 +166,10 @@ def chosen_sites(model: nn.Module, to: Specs, where: Where | None, verb: str) ->
         if spec is not None and (name in readable or is_named_norm(module)) and (where is None or where(name, module)):
             (chosen if name in readable else meant)[name] = spec
     if not chosen:
-        raise ValueError(_nothing_found(model, readable, verb))
+        raise ValueError(_nothing_found(model, readable))
     if meant:
         left = listed((f"{name} ({readings[name]})" for name in meant), most=4)
-        warn(f"{verb}() leaves norms as they are that it cannot read: {left}")
+        warn(f"convert() leaves norms as they are that it cannot read: {left}")
     return chosen
 
 
@@ -321,12 +308,12 @@ OWN = (
 )
 
 
-def _nothing_found(model: nn.Module, readable: list[str], verb: str) -> str:
+def _nothing_found(model: nn.Module, readable: list[str]) -> str:
     if readable:
-        return f"{verb}() found norms, but its rules select none: {listed(readable, 12)}. Change the rules or where="
+        return f"convert() found norms, but its rules select none: {listed(readable, 12)}. Change the rules or where="
     if seen := unreadable(model):
         named = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(seen.items())[:6])
-        return f"{verb}() found no norm that it can read: {named}. {OWN}"
+        return f"convert() found no norm that it can read: {named}. {OWN}"
     kinds = sorted({type(module).__name__ for module in model.modules()})
     named = listed(kinds, 12)
-    return f"{verb}() found no norm: no class in this model has 'norm' in its name. Classes seen: {named}. {OWN}"
+    return f"convert() found no norm: no class in this model has 'norm' in its name. Classes seen: {named}. {OWN}"

@@ -111,7 +111,7 @@ def train_blocks(
         done = saved["blocks"]
     entries = [_entry(original, names, batch, forward) for batch in batches]
     theirs = [stream for stream, _ in entries]
-    mine = [_first_input(model, names[0], batch, forward) for batch in batches]
+    mine = [_entry(model, names[:1], batch, forward)[0] for batch in batches]
     for number, name in enumerate(names):
         block, teacher = model.get_submodule(name), original.get_submodule(name)
         weights = _read_weights(original, names, number, theirs[0].shape[-1]).to(theirs[0])
@@ -176,23 +176,6 @@ def _entry(
             hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True))
         call(model, batch, forward)
     return first[0], calls
-
-
-class _Stopped(Exception):
-    """The forward is not needed further."""
-
-
-@torch.no_grad()
-def _first_input(model: nn.Module, name: str, batch: Any, forward: Forward | None) -> Tensor:
-    found: list[Tensor] = []
-
-    def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append(args[0] if args else kwargs["hidden_states"])
-        raise _Stopped
-
-    with model.get_submodule(name).register_forward_pre_hook(stop, with_kwargs=True), contextlib.suppress(_Stopped):
-        call(model, batch, forward)
-    return found[0]
 
 
 def _read_weights(model: nn.Module, names: Sequence[str], number: int, dim: int) -> Tensor:
