@@ -27,7 +27,7 @@ LOOSE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 COMMON_EPS = (1e-5, 1e-6, 1e-12, 1e-8)  # tried if a class has eps in its forward, not in an attribute
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Found:
     """Reading of a norm of a third-party model.
 
@@ -52,6 +52,9 @@ class Found:
     running: Tensor | None = None
     group: Any = None
     contiguous: bool = False
+
+    def __repr__(self) -> str:
+        return f"Found({self.kind}, dim={self.dim}, eps={self.eps:g})"
 
 
 class CannotRead(Exception):

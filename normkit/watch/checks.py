@@ -132,6 +132,12 @@ def by_site(
 # -- does the model learn? ----------------------------------------------------------------------------------------
 
 
+def _level(losses: list[float]) -> float:
+    """Median of the means of five stretches: a rare spike does not count, a few high losses of many low ones do."""
+    size = max(1, len(losses) // 5)
+    return statistics.median(statistics.fmean(losses[at : at + size]) for at in range(0, len(losses), size))
+
+
 def stalled(recording: Recording) -> dict[str, float]:
     """The losses that show that nothing was learned; empty if the loss falls.
 
@@ -144,8 +150,8 @@ def stalled(recording: Recording) -> dict[str, float]:
     if len(losses) < 2:
         return {}
     quarter = max(1, len(losses) // 4)
-    first, end = losses[0], statistics.median(losses[-quarter:])
-    before = statistics.median(losses[-2 * quarter : -quarter])
+    first, end = losses[0], _level(losses[-quarter:])
+    before = _level(losses[-2 * quarter : -quarter] or losses[:1])
     constant = recording.middle("constant_loss", "")
     was_trained = max(first, end) < LIMITS["trained"] * constant
     if end > first - LIMITS["fall"] * abs(first) and not was_trained:
