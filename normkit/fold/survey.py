@@ -339,8 +339,8 @@ def take_all_apart(model: nn.Module) -> nn.Module:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Return True for a class of torch or transformers, whose arguments and branches keep norms as they are."""
-    return type(module).__module__.partition(".")[0] in ("torch", "transformers")
+    """Return True for a class of torch, transformers or here, whose branches keep norms as they are."""
+    return type(module).__module__.partition(".")[0] in ("torch", "transformers", "normkit")
 
 
 def _has_loader(model: nn.Module, found: dict[str, Found]) -> bool:
