@@ -30,7 +30,7 @@ def calibrate(
     The model runs in evaluation mode without gradients. Each norm divides each batch by that batch's own statistics, as
     in training ("precise" statistics). The running statistics become mean and variance (or the
     quadratic mean) of the inputs over the real tokens of all batches together. They are computed in float64, whatever
-    the sizes and the order of the batches. Masks count.
+    the sizes and the order of the batches. Masked tokens are left out.
 
     With `like`, the original of a converted model, each norm also gets the gain and bias per channel that bring its
     output closest, in squared error over real tokens, to that of the original norm. Norms are solved in the order in

@@ -108,7 +108,7 @@ def export(
 ) -> Exported:
     """Write a model to a file, run the file, and compare its outputs with the model's.
 
-    Norms with frozen statistics become a multiply and an add, folded ones nothing.
+    Norms with frozen statistics become a multiply and an add (in `.pt2` with a root), folded ones nothing.
 
     Args:
         model: The model, in evaluation mode.

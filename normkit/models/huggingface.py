@@ -93,8 +93,8 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
     The specs of the norms go into `config.json`, statistics are among the weights. `load_pretrained` restores both.
     `from_pretrained` of transformers would build the original norms. So that it fails instead, the weight files of a
     model that differs from its architecture are named `model.normkit.safetensors`. A folded model gets a `load.py`,
-    which loads it without normkit; `AutoModel.from_pretrained(folder, trust_remote_code=True)` runs it, and so does
-    sentence-transformers. A model of its architecture, such as one after `fold(keep_architecture=True)`, is a plain
+    which loads it without normkit; `from_pretrained(folder, trust_remote_code=True)` of its Auto class runs it, and so
+    does sentence-transformers. A model of its architecture, such as one after `fold(keep_architecture=True)`, is a plain
     checkpoint, which needs none.
 
     Args:

@@ -28,9 +28,9 @@ class PowerNorm(WarmupNorm):
             as in the paper, the number of heads in the released recipes, 0 for none.
         alpha_fwd: Share of the old `psi^2` per step; 0.9 as in the released code.
         alpha_bkw: Share of the old `nu` per step; 0.9 as in the released code.
-        warmup: Updates by the batch's own statistics; "auto" ends the warm-up by drift (`WarmupNorm`); the average
-            of psi then reaches no further back in it than after it. In the paper it is as long as the learning
-            rate's, 4000.
+        warmup: Updates by the batch's own statistics; "auto" ends the warm-up by drift (`WarmupNorm`); its
+            average of psi reaches no further back than the one used later. In the paper it is as long as that of the
+            learning rate, 4000.
         form: "paper"; or "released", as the authors' code computes, for comparison: an average and an EMA of psi in one
             step of the warm-up, nu in the gradient from the first step, and dx divided by the batch's own statistic.
             There a channel that is quiet in one batch gets a gradient up to 1/sqrt(eps) times too large.
