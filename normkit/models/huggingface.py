@@ -94,8 +94,8 @@ def save_pretrained(model: Any, folder: Path | str) -> None:
     `from_pretrained` of transformers would build the original norms. So that it fails instead, the weight files of a
     model that differs from its architecture are named `model.normkit.safetensors`. A folded model gets a `load.py`,
     which loads it without normkit; `from_pretrained(folder, trust_remote_code=True)` of its Auto class runs it, and so
-    does sentence-transformers. A model of its architecture, such as one after `fold(keep_architecture=True)`, is a plain
-    checkpoint, which needs none.
+    does sentence-transformers. A model of its architecture, such as one after `fold(keep_architecture=True)`, is a
+    plain checkpoint, which needs none.
 
     Args:
         model: A `PreTrainedModel`, usually after `convert`, `to_rms` or `fold`.
