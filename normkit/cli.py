@@ -194,10 +194,17 @@ def fold(given: argparse.Namespace) -> int:
     """Fold the norms of a model away, and verify in float64 that nothing changed.
 
     A model whose norms compute statistics keeps its architecture: their gains become 1, and any program that opens the
-    original opens the result. Its outputs stay; hidden states within are scaled.
+    original opens the result. Its outputs stay, for sentence-transformers the last hidden states, too; others are
+    scaled.
     """
     Progress()("loading, tracing, folding, and comparing in float64", 0, 1, math.nan)
-    _write(f"{fold_dir(given.model, given.out, given.untie)}\nsaved to {given.out}")
+    found = fold_dir(given.model, given.out, given.untie)
+    _write(str(found))
+    if given.untie and not found.untied:
+        _write("--untie changed nothing: no output layer is tied to an embedding")
+    if all(row.action == "kept" for row in found):
+        _write("no norm changed, so this is a copy; `normkit remove-norms` takes out norms that compute statistics")
+    _write(f"saved to {given.out}")
     return 0
 
 

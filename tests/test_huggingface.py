@@ -298,6 +298,10 @@ TIED = {
                                                "num_attention_heads": 2}),
     "umt5": ("UMT5ForConditionalGeneration", "UMT5Config", {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_layers": 1,
                                                             "num_heads": 2}),
+    "bart": ("BartForConditionalGeneration", "BartConfig", {
+        f"{part}_{name}": number for part in ("encoder", "decoder")
+        for name, number in (("layers", 1), ("ffn_dim", 24), ("attention_heads", 2))
+    } | {"d_model": 16, "max_position_embeddings": 64}),
 }  # fmt: skip
 
 
@@ -308,12 +312,12 @@ def test_an_output_layer_that_was_untied_stays_so(name, transform, tmp_path):
     kind, config, size = TIED[name]
     model = getattr(transformers, kind)(getattr(transformers, config)(vocab_size=40, **size))
     model = randomize(model).eval()
-    given = {"input_ids": IDS} | ({"decoder_input_ids": IDS[:, :4]} if name == "umt5" else {})
+    given = {"input_ids": IDS} | ({"decoder_input_ids": IDS[:, :4]} if name in ("umt5", "bart") else {})
     expected, before = model(**given).logits, (model.config.to_dict(), dict(model.all_tied_weights_keys))
     changed, _ = transform(model, outputs=lambda out: out.logits, untie=True, **given)
     assert before == (model.config.to_dict(), model.all_tied_weights_keys)
     assert "_tied_weights_keys" not in vars(model)
-    ties_others = name == "umt5"  # whose forward reads the option, and whose encoder and decoder share an embedding
+    ties_others = name in ("umt5", "bart")  # whose encoder and decoder share an embedding
     assert (changed.config.tie_word_embeddings, bool(changed.all_tied_weights_keys)) == (ties_others, ties_others)
 
     def check(other, size=40):
@@ -323,8 +327,25 @@ def test_an_output_layer_that_was_untied_stays_so(name, transform, tmp_path):
     check(changed)
     save_pretrained(changed, tmp_path)
     check(load_pretrained(tmp_path))
+    if transform is fold:
+        model.save_pretrained(tmp_path / "model")
+        fold_dir(tmp_path / "model", tmp_path / "folded", untie=True)
+        check(getattr(transformers, kind).from_pretrained(tmp_path / "folded"))
     changed.resize_token_embeddings(47, mean_resizing=False)
     check(changed)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_what_sentence_transformers_reads_stays(name, tmp_path):
+    import transformers
+
+    kind, config, size = TIED[name]
+    model = getattr(transformers, kind)(getattr(transformers, config)(vocab_size=40, tie_word_embeddings=False, **size))
+    randomize(model).eval().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "modules.json").write_text("[]")
+    fold_dir(tmp_path / "model", tmp_path / "folded")
+    found = [transformers.AutoModel.from_pretrained(tmp_path / each).eval()(IDS)[0] for each in ("model", "folded")]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 def test_the_text_configuration_inside_another_is_untied_too():

@@ -250,7 +250,7 @@ def saved(kind, folder, outlier=1):
         vocab_size=45, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
         max_position_embeddings=64, initializer_range=0.3,
     )  # fmt: skip
-    transformers.BertModel(config).save_pretrained(folder)
+    getattr(transformers, kind)(config).save_pretrained(folder)
     modules = [("0", "", "Transformer"), ("1", "1_Pooling", "Pooling")]
     kinds = "sentence_transformers.models."
     rows = [{"idx": int(n), "name": n, "path": path, "type": kinds + name} for n, path, name in modules]
@@ -300,7 +300,7 @@ def check_without_normkit(out, model, auto, sentences=False):
             torch.testing.assert_close(found[2][0], model(input_ids=ids)[0].mean(1)[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["BertModel", "LlamaForCausalLM"])
+@pytest.mark.parametrize("kind", ["BertModel", "BertForMaskedLM", "LlamaForCausalLM"])
 def test_a_folder_loses_its_norms_and_stays_a_drop_in(kind, text, tmp_path, capsys):
     folder, out = saved(kind, tmp_path / "model"), tmp_path / "out"
     words = ["remove-norms", folder, "--text", text, "--second", text, "--steps", 4, "--out", out]

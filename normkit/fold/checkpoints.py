@@ -202,7 +202,7 @@ def fold_checkpoint(checkpoint: Checkpoint, example: dict[str, Any], out: Path, 
     added = {name: files[read[name].leaves[0].read] for name in untied if name not in {s.name for s in checkpoint}}  # pyright: ignore[reportArgumentType]
     report = survey.audit(plan.outcomes)
     with complete_folder(out) as new:
-        _write(checkpoint, new, changes, added, bool(untied))
+        _write(checkpoint, new, changes, added, bool(untied) and ties.keys() == untied.keys())
         native = survey.written_error(Checkpoint(new).model)
         types = {each.dtype for each in checkpoint if each.dtype.is_floating_point}
         rounding = max(torch.finfo(each).eps for each in types)

@@ -13,9 +13,16 @@ from normkit.models import find
 from normkit.models.huggingface import copy_small_files, load_pretrained, read_config, save_pretrained
 from normkit.models.model_changes import KEY
 
+TWO_TOWERS = ("clip", "siglip", "siglip2", "chinese_clip", "altclip")  # types of models that take a text and an image
 
-def example_for(model: Any) -> dict[str, Any]:
+
+def example_for(model: Any, path: Path | None = None) -> dict[str, Any]:
     """Make a small random example for a model of Hugging Face from its configuration.
+
+    Args:
+        model: The model.
+        path: Its folder. If sentence-transformers opens that, which uses the model without its head, the last hidden
+            states are kept, too.
 
     Returns:
         Arguments of `fold` and `audit`: those of the model, and `outputs`, which picks the relevant output.
@@ -26,12 +33,13 @@ def example_for(model: Any) -> dict[str, Any]:
     config, parameters = model.config, inspect.signature(model.forward).parameters
     generator = torch.Generator().manual_seed(0)
     kwargs: dict[str, Any] = {}
-    if "pixel_values" in parameters and "input_ids" not in parameters:
-        size = getattr(config, "image_size", 224)
+    vision = getattr(config, "vision_config", config)
+    if "pixel_values" in parameters and ("input_ids" not in parameters or config.model_type in TWO_TOWERS):
+        size = getattr(vision, "image_size", 224)
         height, width = size if isinstance(size, list | tuple) else (size, size)
-        shape = (2, getattr(config, "num_channels", 3), height, width)
+        shape = (2, getattr(vision, "num_channels", 3), height, width)
         kwargs["pixel_values"] = torch.randn(shape, generator=generator)
-    elif "input_ids" in parameters:
+    if "input_ids" in parameters:
         text = config.get_text_config()  # of a model that reads images, too
         special = [getattr(text, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")]
         low = min(max([t for t in special if isinstance(t, int)], default=0) + 1, text.vocab_size // 2)
@@ -39,8 +47,16 @@ def example_for(model: Any) -> dict[str, Any]:
         kwargs.update(input_ids=ids, attention_mask=torch.ones_like(ids))
         if getattr(config, "is_encoder_decoder", False):
             kwargs["decoder_input_ids"] = ids[:, :6]
-    else:
-        raise ValueError(f"{type(model).__name__} takes neither input_ids nor pixel_values; pass an example to fold()")
+            if "Classification" in type(model).__name__:  # which reads the state at the end of the encoder's text
+                ids[:, -1] = text.eos_token_id
+                kwargs["decoder_input_ids"] = ids
+    if not kwargs:
+        name = type(model).__name__
+        raise ValueError(
+            f"{name} takes neither input_ids nor pixel_values; in Python pass an example: nk.fold(model, ...)"
+        )
+    if path is not None and (path / "modules.json").is_file() and model.base_model is not model:
+        return {**kwargs, "output_hidden_states": True, "outputs": _logits_and_states}
     return {**kwargs, "outputs": _logits}
 
 
@@ -49,13 +65,17 @@ def _logits(output: Any) -> Any:
     return getattr(output, "logits", output)
 
 
+def _logits_and_states(output: Any) -> Any:
+    return _logits(output), output.hidden_states[-1]
+
+
 def audit_dir(path: Path | str) -> tuple[Audit, list[str]]:
     """Report what `fold_dir` does with a folder; also return warnings about stored gains."""
     path = Path(path)
     if (plain := open_plain(path)) is not None:
-        return audit_checkpoint(plain, example_for(plain.model)), doubtful_gains(plain.model)
+        return audit_checkpoint(plain, example_for(plain.model, path)), doubtful_gains(plain.model)
     model = load_pretrained(path)
-    return audit(model, **example_for(model), keep_architecture=False), doubtful_gains(model)
+    return audit(model, **example_for(model, path), keep_architecture=False), doubtful_gains(model)
 
 
 def fold_dir(path: Path | str, out: Path | str, untie: bool = False) -> Report:
@@ -74,9 +94,9 @@ def fold_dir(path: Path | str, out: Path | str, untie: bool = False) -> Report:
     if out.resolve() == path.resolve():
         raise ValueError(f"{out} is the model itself, which is kept; name another folder")
     if (plain := open_plain(path)) is not None:
-        return fold_checkpoint(plain, example_for(plain.model), out, untie)
+        return fold_checkpoint(plain, example_for(plain.model, path), out, untie)
     model = load_pretrained(path)
-    folded, report = fold(model, untie=untie, **example_for(model))
+    folded, report = fold(model, untie=untie, **example_for(model, path))
     save_pretrained(folded, out)
     copy_small_files(path, out)
     return report

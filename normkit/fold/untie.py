@@ -34,18 +34,21 @@ def _forget_ties(model: nn.Module, untied: set[str]) -> None:
     """
     forwards = (inspect.unwrap(type(module).forward) for module in model.modules())
     is_read = any("tie_word_embeddings" in getattr(each, "__code__", each).co_names for each in forwards)
-    modules: list[tuple[str, Any]] = [*model.named_modules()]
+    modules: list[tuple[str, Any]] = [
+        each for each in model.named_modules() if hasattr(each[1], "all_tied_weights_keys")
+    ]
+    changed, ties = [], False
     for prefix, module in modules:
-        if not hasattr(module, "all_tied_weights_keys"):
-            continue
         own = {name.removeprefix(f"{prefix}." if prefix else "") for name in untied if name.startswith(prefix)}
         before = module.get_expanded_tied_weights_keys() if module._tied_weights_keys else {}
         left = {key: source for key, source in before.items() if key not in own}
         module.all_tied_weights_keys = {k: source for k, source in module.all_tied_weights_keys.items() if k not in own}
+        ties |= bool(left)  # of an encoder and a decoder, perhaps in a module inside
         if len(left) < len(before):
             module._tied_weights_keys = left  # of this model alone, not of its class
-            for config in _configs(module.config) if not left and not is_read else ():
-                config.tie_word_embeddings = False
+            changed.append(module.config)
+    for config in (each for whole in changed for each in _configs(whole)) if not ties and not is_read else ():
+        config.tie_word_embeddings = False
 
 
 def _configs(config: Any) -> Iterator[Any]:

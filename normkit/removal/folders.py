@@ -100,6 +100,8 @@ def remove_norms_dir(
     if settings.budget is not None and settings.steps is not None:
         raise ValueError("--budget trains nothing; leave out --steps, or --budget")
     model = load_pretrained(path)
+    if (path / "modules.json").is_file():
+        model = _without_head(model)
     dtype = next(model.parameters()).dtype
     model = model.float().to(settings.device)
     tokenizer = _tokenizer(path)
@@ -147,6 +149,15 @@ def remove_norms_dir(
         if removal.costs:
             write_whole(out / COSTS, costs_csv(removal).encode())
     return found
+
+
+def _without_head(model: Any) -> Any:
+    """Return the model that AutoModel makes of a folder, as sentence-transformers does: a pooler may be new."""
+    base = model.base_model
+    for name, module in type(base)(base.config).named_children() if base is not model else ():
+        if getattr(base, name, None) is None:
+            setattr(base, name, module)
+    return base.eval()
 
 
 def longest(path: Path, model: Any, tokenizer: Any) -> int:
