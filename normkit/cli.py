@@ -13,6 +13,7 @@ import os
 import sys
 import textwrap
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -78,14 +79,18 @@ def import_module(name: str) -> None:
     module = path.stem if path.suffix == ".py" else name
     try:
         known = bool(module) and importlib.util.find_spec(module) is not None
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
         known = False
     if not known:
         raise ValueError(f"--import {name}: found no such module or file; name a .py file or an installed module")
     try:
         importlib.import_module(module)
     except Exception as error:
-        raise ValueError(f"--import {name}: {type(error).__name__}: {error}") from error
+        *_, last = traceback.extract_tb(error.__traceback__)
+        where = f"{Path(last.filename).name}:{last.lineno}"
+        raise ValueError(f"--import {name}: {type(error).__name__} at {where}: {error}") from error
 
 
 class _Parser(argparse.ArgumentParser):
@@ -202,7 +207,7 @@ def fold(given: argparse.Namespace) -> int:
     _write(str(found))
     if given.untie and not found.untied:
         _write("--untie changed nothing: no output layer is tied to an embedding")
-    if all(row.action == "kept" for row in found):
+    if all(row.action == "kept" for row in found) and not found.untied:
         _write("no norm changed, so this is a copy; `normkit remove-norms` takes out norms that compute statistics")
     _write(f"saved to {given.out}")
     return 0

@@ -329,8 +329,15 @@ def test_an_output_layer_that_was_untied_stays_so(name, transform, tmp_path):
     check(load_pretrained(tmp_path))
     if transform is fold:
         model.save_pretrained(tmp_path / "model")
-        fold_dir(tmp_path / "model", tmp_path / "folded", untie=True)
-        check(getattr(transformers, kind).from_pretrained(tmp_path / "folded"))
+        if name == "bart":
+            with pytest.raises(ValueError, match="without --untie"):
+                fold_dir(tmp_path / "model", tmp_path / "folded", untie=True)
+        else:
+            fold_dir(tmp_path / "model", tmp_path / "folded", untie=True)
+            again = getattr(transformers, kind).from_pretrained(tmp_path / "folded")
+            if name != "umt5":  # whose class ties them at each chance
+                again.tie_weights()
+            check(again)
     changed.resize_token_embeddings(47, mean_resizing=False)
     check(changed)
 

@@ -190,14 +190,14 @@ def test_recording_does_not_read_from_the_device(monkeypatch):
         raise AssertionError("a value was read from the device")
 
     model = chain(nn.LayerNorm(6), normkit.make("power(groups=0)", 6), normkit.make("un(outlier_filtration=True)", 6))
-    with normkit.record(model, every=1, quantities="all", keep=9000) as rows:
+    with normkit.record(model, every=1, quantities="all", keep=3000) as rows:
         with monkeypatch.context() as patch:
             for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__"):
                 patch.setattr(torch.Tensor, name, read)
             patch.setattr(AsyncCounter, "at_least", lambda *_: False)  # which on a GPU does not wait
             for seed in range(40):
                 model(batch(seed, 12, 6)).sum().backward()
-        assert 2900 < len(rows) <= 9000
+        assert 2900 < sum(bool(row.site) for row in rows) <= 3000
 
 
 def test_memory_is_bounded(tmp_path):

@@ -202,8 +202,18 @@ def fold_checkpoint(checkpoint: Checkpoint, example: dict[str, Any], out: Path, 
     added = {name: files[read[name].leaves[0].read] for name in untied if name not in {s.name for s in checkpoint}}  # pyright: ignore[reportArgumentType]
     report = survey.audit(plan.outcomes)
     with complete_folder(out) as new:
-        _write(checkpoint, new, changes, added, bool(untied) and ties.keys() == untied.keys())
-        native = survey.written_error(Checkpoint(new).model)
+        _write(checkpoint, new, changes, added, bool(untied))
+        try:
+            written = Checkpoint(new)
+        except ValueError as error:
+            if ties.keys() == untied.keys():
+                raise
+            others = listed(ties.keys() - untied.keys())
+            raise ValueError(
+                f"{type(model).__name__} ties further weights by the same option ({others}), so a checkpoint cannot "
+                "untie its output layer alone; fold it without --untie"
+            ) from error
+        native = survey.written_error(written.model)
         types = {each.dtype for each in checkpoint if each.dtype.is_floating_point}
         rounding = max(torch.finfo(each).eps for each in types)
         if not native <= max(1e-9, 64 * rounding):

@@ -13,7 +13,7 @@ from normkit.models import find
 from normkit.models.huggingface import copy_small_files, load_pretrained, read_config, save_pretrained
 from normkit.models.model_changes import KEY
 
-TWO_TOWERS = ("clip", "siglip", "siglip2", "chinese_clip", "altclip")  # types of models that take a text and an image
+TWO_TOWERS = ("clip", "siglip", "chinese_clip", "altclip")  # types of models that take a text and an image
 
 
 def example_for(model: Any, path: Path | None = None) -> dict[str, Any]:
@@ -55,7 +55,8 @@ def example_for(model: Any, path: Path | None = None) -> dict[str, Any]:
         raise ValueError(
             f"{name} takes neither input_ids nor pixel_values; in Python pass an example: nk.fold(model, ...)"
         )
-    if path is not None and (path / "modules.json").is_file() and model.base_model is not model:
+    headed = model.base_model is not model and not config.is_encoder_decoder
+    if path is not None and (path / "modules.json").is_file() and headed:
         return {**kwargs, "output_hidden_states": True, "outputs": _logits_and_states}
     return {**kwargs, "outputs": _logits}
 

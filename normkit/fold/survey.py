@@ -85,7 +85,7 @@ class Survey:
         self.failure = ""  # of the last model that was compared
         with in_float64():
             others = variants(self.model, widened(self.given), other_shapes=other, run=self._record)
-            self._record_example()
+            self._record_example(bool(others))
             self._require_norms()
             self.calls: dict[str, Call] = {EXAMPLE: self.given, **others}
             self._reach_experts()
@@ -159,17 +159,18 @@ class Survey:
             self.trace = before
             raise
 
-    def _record_example(self) -> None:
+    def _record_example(self, after_others: bool) -> None:
         """Trace the example; an error if it runs, but not after other calls."""
         try:
             self._record(EXAMPLE, False, self.given)
         except ValueError as error:
             fresh = False
             with contextlib.suppress(Exception):
-                fresh = "could not run" in str(error) and widened(self.given).of(self.double()) is not None
+                ran = after_others and "could not run" in str(error)
+                fresh = ran and widened(self.given).of(self.double()) is not None
             if fresh:
                 what = "ran the model on the example, but not after another call"
-                raise ValueError(f"{self.verb}() {what}: {STATEFUL}") from error
+                raise ValueError(f"{self.verb}() {what} ({error.__cause__}): {STATEFUL}") from error
             raise
 
     def _reach_experts(self) -> None:

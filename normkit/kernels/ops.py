@@ -105,9 +105,9 @@ def train_step(x: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
         plan = dispatch.load_triton().plan(rule, how, x, mask, known) if kind == "triton" else []
         mask = None if mask is None else mask.contiguous()
         y, packed = native.step(x, parameters, mask, rule, state, how, known, plan, groups, found)
+        if found is None and state.buffers.get("warmup_end") is not None and rule.known_end(state) == NEVER:
+            _measure_drift(rule, unpack(packed, mask, state), state)
         if not recomputed:
-            if state.buffers.get("warmup_end") is not None and rule.known_end(state) == NEVER:
-                _measure_drift(rule, unpack(packed, mask, state), state)
             state.records.add_packed(packed, mask, state, y)
         return y
     y, statistics = reference.train_step(x, mask, rule, state, module, wide, found)

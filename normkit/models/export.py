@@ -63,7 +63,8 @@ class Exported:
         dynamic: Open axes of each input, by its name.
         outputs: Names of the outputs, in order; those of an .onnx file. A .pt2 file returns a tuple of them.
         equal: Inputs whose lengths have to be equal in the file. Where the model takes others, give such an example.
-        limits: Sizes of an open axis, by input and axis, where the model branches on them: "x 1": "up to 64".
+        limits: Smallest and largest size (None: any) of an open axis, by input and axis, where the model branches on
+            that size alone.
     """
 
     path: Path
@@ -74,7 +75,14 @@ class Exported:
     dynamic: dict[str, tuple[int, ...]] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
     equal: tuple[str, ...] = ()
-    limits: dict[str, str] = field(default_factory=dict)
+    limits: dict[str, tuple[int, int | None]] = field(default_factory=dict)
+
+    @property
+    def allowed(self) -> str:
+        """The limits in words, such as "x 1 from 2 to 64"."""
+        return "; ".join(
+            f"{k} from {low} {'on' if high is None else f'to {high}'}" for k, (low, high) in self.limits.items()
+        )
 
     @property
     def normalizing(self) -> dict[str, int]:
@@ -86,7 +94,7 @@ class Exported:
         int8 = f"; int8, cosine {self.cosine:.4f} on the example" if self.cosine is not None else ""
         axes = "; ".join(f"{name} {', '.join(map(str, axes))}" for name, axes in self.dynamic.items()) or "none"
         axes += f" ({' and '.join(self.equal)} of equal length)" * bool(self.equal)
-        axes += "".join(f" ({name} {sizes})" for name, sizes in self.limits.items())
+        axes += f" ({self.allowed})" * bool(self.limits)
         return (
             f"{self.path}: {sum(self.operations.values())} operations, of which normalize: {kept}; largest error "
             f"{self.max_error:.1e} in {self.runtime}{int8}; open axes: {axes}; "
@@ -182,9 +190,9 @@ def export(
         try:
             made, got = _write(wrapped, in_float, shapes, fuse_attention)
         except (TypeError, ValueError, RuntimeError):  # perhaps of the open axis of tokens
-            if shapes is None:
+            if shapes is None or (batch_alone := open_axes(wrapped.given, tokens=False)) == shapes:
                 raise
-            made, got = _write(wrapped, in_float, open_axes(wrapped.given, tokens=False), fuse_attention)
+            made, got = _write(wrapped, in_float, batch_alone, fuse_attention)
         several = any(len(each) > 1 for each in made.dynamic.values())
         if several and not _takes_other_sizes(wrapped, in_float, made.dynamic, tolerance):
             made, got = _write(wrapped, in_float, open_axes(wrapped.given, tokens=False), fuse_attention)
@@ -198,8 +206,7 @@ def export(
         for file in sorted(new.parent.iterdir(), key=lambda file: file == new):  # the weights of a graph first
             file.replace(path.with_name(file.name))
     if path.suffix == ".onnx" and _takes_beyond(wrapped, made):
-        sizes = "; ".join(f"{axis} {sizes}" for axis, sizes in made.limits.items())
-        warn(f"{path.name} computes what the model does for sizes {sizes}; onnxruntime takes others without an error")
+        warn(f"{path.name} computes what the model does for {made.allowed}; onnxruntime takes other sizes, too")
     if int8 is None:
         return replace(made, path=path, max_error=worst)
     pairs = [(a.double().flatten(), b.double().flatten()) for a, b in zip(got, expected, strict=True)]
@@ -321,7 +328,7 @@ def _write(model: TensorModel, path: Path, shapes: Any, fused: bool) -> tuple[Ex
         if (found := tuple(axis for axis, size in enumerate(t.shape) if not isinstance(size, int)))
     }
     limits = {
-        f"{name} {axis}": f"up to {bounds.upper}" if bounds.upper < UNBOUNDED else f"from {bounds.lower} on"
+        f"{name} {axis}": (int(bounds.lower), int(bounds.upper) if bounds.upper < UNBOUNDED else None)
         for name, t in zip(model.names, inputs, strict=True)
         for axis in axes.get(name, ())
         if (bounds := program.range_constraints.get(t.shape[axis].node.expr))
@@ -375,22 +382,22 @@ def _takes_other_sizes(model: TensorModel, path: Path, axes: dict, tolerance: fl
 
 
 def _takes_beyond(model: TensorModel, made: Exported) -> bool:
-    """Return True if the model itself runs beyond a limit of the file."""
-    for limited, sizes in made.limits.items():
-        axis, size = int(limited.rsplit(" ", 1)[1]), next(int(word) for word in sizes.split() if word.isdigit())
-        size += 1 if sizes.startswith("up to") else -1
-        if size <= LONG:
-            open_ = [axis in made.dynamic.get(name, ()) for name in model.names]
-            given = [_resized(t, axis, size) if opened else t for t, opened in zip(model.given, open_, strict=True)]
+    """Return True if the model itself runs beyond a limit of the file; one that is very large is not tried."""
+    for limited, (low, high) in made.limits.items():
+        axis = int(limited.rsplit(" ", 1)[1])
+        opened = [axis in made.dynamic.get(name, ()) for name in model.names]
+        above = [high + 1] if high is not None and high < LONG else []
+        for size in [low - 1] * (low > 2) + above:
+            given = [_resized(t, axis, size) if open_ else t for t, open_ in zip(model.given, opened, strict=True)]
             with suppress(Exception), torch.no_grad():
                 model(*(t.clone() for t in given))
                 return True
-    return False
+    return any(high is not None and high >= LONG for _, high in made.limits.values())
 
 
 def _resized(t: Tensor, axis: int, size: int) -> Tensor:
     """Cut a tensor, or repeat its last element, along an axis."""
-    return t.index_select(axis, torch.arange(size).clamp(max=t.shape[axis] - 1))
+    return t.index_select(axis, torch.arange(size, device=t.device).clamp(max=t.shape[axis] - 1))
 
 
 def _run(model: TensorModel, path: Path, given: Sequence[Tensor]) -> list[Tensor]:

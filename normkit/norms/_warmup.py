@@ -72,7 +72,7 @@ class WarmupNorm(StatNorm):
     def drift_state(self, batch: Tensor, step: Tensor, state: Any) -> dict[str, Tensor]:
         """Return the new values of the buffers of "auto", after a batch with these statistics."""
         if isinstance(self.warmup, int) or not (
-            self.follows_optimizer or isinstance(self.end_of_warmup(state), Tensor)
+            self.follows_optimizer or torch.compiler.is_compiling() or self.known_end(state) == NEVER
         ):
             return {}  # what waits for an optimizer is always written: the state may be loaded or reset meanwhile
         level = batch[-1].to(state.running.dtype).clamp(min=self.floor).log()

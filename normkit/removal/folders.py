@@ -154,9 +154,11 @@ def remove_norms_dir(
 def _without_head(model: Any) -> Any:
     """Return the model that AutoModel makes of a folder, as sentence-transformers does: a pooler may be new."""
     base = model.base_model
-    for name, module in type(base)(base.config).named_children() if base is not model else ():
-        if getattr(base, name, None) is None:
-            setattr(base, name, module)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for name, module in type(base)(base.config).named_children() if base is not model else ():
+            if getattr(base, name, None) is None:
+                setattr(base, name, module)
     return base.eval()
 
 

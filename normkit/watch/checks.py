@@ -1,5 +1,6 @@
 """The checks of a diagnosis: what each takes, its threshold, and the rule that finds the fault."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Collection, Mapping
@@ -134,8 +135,8 @@ def by_site(
 
 def _level(losses: list[float]) -> float:
     """Median of the means of five stretches: a rare spike does not count, a few high losses of many low ones do."""
-    size = max(1, len(losses) // 5)
-    return statistics.median(statistics.fmean(losses[at : at + size]) for at in range(0, len(losses), size))
+    cuts = [i * len(losses) // 5 for i in range(6)]
+    return statistics.median(statistics.fmean(losses[a:b]) for a, b in itertools.pairwise(cuts) if a < b)
 
 
 def stalled(recording: Recording) -> dict[str, float]:
@@ -151,7 +152,7 @@ def stalled(recording: Recording) -> dict[str, float]:
         return {}
     quarter = max(1, len(losses) // 4)
     first, end = losses[0], _level(losses[-quarter:])
-    before = _level(losses[-2 * quarter : -quarter] or losses[:1])
+    before = _level(losses[-2 * quarter : -quarter])
     constant = recording.middle("constant_loss", "")
     was_trained = max(first, end) < LIMITS["trained"] * constant
     if end > first - LIMITS["fall"] * abs(first) and not was_trained:
@@ -219,8 +220,9 @@ def bad_batches(check: Check, recording: Recording) -> list[Finding]:
         finite = dict(next(iter(series.values())).points()).get(step) == 0  # before the first norm
         overflow = half and (finite or dict(half.get(first, Series("", [], [])).points()).get(step, 0) > 0)
         what = "values exceed float16" if overflow else "values that are not finite"
-        before = max((each for each in series[first].steps if each < step), default=0)
-        this = "this batch" if step - before == 1 else f"the batches of steps {before + 1} to {step}, by every=1"
+        before = max((each for each in series[first].steps if each < step), default=step - 1)
+        several = f"the batches of steps {before + 1} to {step} (record them with every=1)"
+        this = "this batch" if step - before == 1 else several
         message = f"{format_sites(bad, recording)}: {what}, first seen at step {step}, from {first} on"
         advice = "use bfloat16 or float32" if overflow else f"look at {this}, else lower the learning rate"
         found.append(Finding("overflow" if overflow else "nan", tuple(bad), message, {**bad, "step": step}, advice))

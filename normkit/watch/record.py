@@ -28,6 +28,7 @@ BACKWARD = {"g_mu", "g_sigma2", "g_psi2", "dx_square", "dy_square", "channel_g",
 WHOLE = {"gradient", "loss", "constant_loss"}  # statistics of the whole model
 Loss = nn.Module | Callable[[], Tensor | float] | None
 LOSSES = "(losses)"  # key in a state, where modules have their names
+LOOSE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 NO_KEY = 0  # of a recorder that is a copy
 
 
@@ -136,7 +137,8 @@ class Recorder:
         self.ledger = torch.zeros(1, device=next((p.device for p in model.parameters()), None))  # of `graph_ops`
         self.norms = [NormRecorder(self, site, Memory(), index) for index, site in enumerate(found)]
         self.measured: set[str] = set()
-        self.frozen: set[str] = set()  # norms in evaluation mode in a step that is measured
+        self.measurable = 0  # steps that are due
+        self.frozen: set[str] = set()  # norms in evaluation mode in such a step
         self.evaluated = 0  # forwards of the model in evaluation mode, with gradients
         for norm in self.norms:
             module = norm.site.module
@@ -166,6 +168,9 @@ class Recorder:
         self.due = (self.step - 1) % self.every == 0
         self.active = True
         self.padding.real.clear()
+        if self.due:
+            self.measurable += 1
+            self.frozen |= {norm.site.name for norm in self.norms if not norm.site.module.training}
         if self.due and "gradient" in self.needs and self.writes:
             for number, parameter in enumerate(self.model.parameters()):
                 if parameter.requires_grad and parameter.is_leaf and not nn.parameter.is_lazy(parameter):
@@ -209,7 +214,9 @@ class Recorder:
         self.losses.add(loss)
 
     def _after_criterion(self, criterion: nn.Module, args: tuple, output: object) -> None:
-        if not self.model.training or not isinstance(output, Tensor) or torch.compiler.is_compiling():
+        if self.key == NO_KEY or not self.model.training or torch.compiler.is_compiling():
+            return
+        if not isinstance(output, Tensor):
             return
         self.add_loss(output)
         weighted = any(getattr(criterion, name, None) is not None for name in ("weight", "pos_weight"))
@@ -269,8 +276,9 @@ class Recorder:
             warn(f"{what}: call model.train() before those that train, and use torch.no_grad() for the others")
         if frozen := [norm.site.name for norm in self.norms if norm.site.name in self.frozen - self.measured]:
             warn(f"norms in evaluation mode while the model trained were not recorded: {listed(frozen, 4)}")
-        elif self.step and self.norms and self.needs - WHOLE and not self.measured:
-            warn(f"no norm was recorded in {self.step} steps: record a compiled model from before its first forward")
+        elif self.measurable and self.norms and self.needs - WHOLE and not self.measured:
+            what = f"no norm was recorded in {self.measurable} steps"
+            warn(f"{what}: none ran, or the model was compiled before; record it from before its first forward")
 
     def state(self) -> dict[str, Any]:
         """The state, beside the step, that a resumed recording needs for the same values."""
@@ -294,8 +302,6 @@ class NormRecorder:
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Measure the input, before the norm updates its statistics."""
-        if self.recorder.active and not module.training:
-            self.recorder.frozen.add(self.site.name)
         if torch.compiler.is_compiling():
             if module.training:
                 x, mask = self._given(args, kwargs)
@@ -375,9 +381,9 @@ def _check(model: nn.Module, loss: object, every: int) -> None:
     require(loss is None or callable(loss), "loss", loss, allowed)
     if callable(loss) and not isinstance(loss, nn.Module):
         given: Iterable[inspect.Parameter] = ()
-        with suppress(ValueError):  # a signature that is not known
+        with suppress(TypeError, ValueError):  # a signature that is not known
             given = inspect.signature(loss).parameters.values()
-        needs = any(each.default is each.empty and each.kind <= each.POSITIONAL_OR_KEYWORD for each in given)
+        needs = any(each.default is each.empty and each.kind not in LOOSE for each in given)
         require(not needs, "loss", loss, f"{allowed}; this one takes arguments")
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
         sharded = "models with sharded parameters (FSDP2) cannot be recorded; DDP ones can"

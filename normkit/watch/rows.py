@@ -62,6 +62,7 @@ class Rows:
         self.refresh: Callable[[], None] = lambda: None
         self._held: collections.deque[Row] = collections.deque(maxlen=keep)
         self._older: list[Row] = []  # of the whole model
+        self._whole: list[Waiting] = []  # the same
         self._waiting: collections.deque[Waiting] = collections.deque()
         self._count = 0  # rows waiting
         self._send = to if to is None or callable(to) else Appender(to)
@@ -70,18 +71,23 @@ class Rows:
         """Add numbers without waiting for the device."""
         self._waiting.append(new)
         self._count += len(new.names)
-        if self._count >= min(50_000, self.keep):  # some thousand steps
+        if self._send is not None and self._count >= min(50_000, self.keep):  # some thousand steps
             self.take()
+        while self._count > self.keep:
+            self._count -= len((old := self._waiting.popleft()).names)
+            self._whole += [] if old.site else [old]
 
     def take(self) -> None:
         """Copy the numbers from the device, and send them to the file or function, if any."""
         self.refresh()
-        if not self._waiting:
+        waiting = [*self._whole, *self._waiting]
+        if not waiting:
             return
-        first = self._waiting[0].values.device  # of a model on several
-        numbers = iter(torch.cat([entry.values.to(first) for entry in self._waiting]).tolist())
-        new = [Row(*entry[:3], name, next(numbers)) for entry in self._waiting for name in entry.names]
+        first = waiting[0].values.device  # of a model on several
+        numbers = iter(torch.cat([entry.values.to(first) for entry in waiting]).tolist())
+        new = [Row(*entry[:3], name, next(numbers)) for entry in waiting for name in entry.names]
         self._waiting.clear()
+        self._whole.clear()
         self._count = 0
         old = max(0, len(self._held) + len(new) - self.keep)
         self._older += [row for row in itertools.islice(itertools.chain(self._held, new), old) if not row.site]
