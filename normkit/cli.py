@@ -89,8 +89,8 @@ def import_module(name: str) -> None:
         importlib.import_module(module)
     except Exception as error:
         *_, last = traceback.extract_tb(error.__traceback__)
-        where = f"{Path(last.filename).name}:{last.lineno}"
-        raise ValueError(f"--import {name}: {type(error).__name__} at {where}: {error}") from error
+        where = f" at {Path(last.filename).name}:{last.lineno}" if Path(last.filename).is_file() else ""
+        raise ValueError(f"--import {name}: {type(error).__name__}{where}: {error}") from error
 
 
 class _Parser(argparse.ArgumentParser):

@@ -208,7 +208,7 @@ def _group_survives(rank, world):
     assert norm._without("affine").sync is group
     for twin in (copy.deepcopy(norm), copy.copy(norm), copy.deepcopy(nn.Sequential(norm))[0]):
         assert twin.sync is group
-    with pytest.raises(TypeError, match="ProcessGroup"):
+    with pytest.raises(TypeError, match="sync"):
         pickle.dumps(norm)
     with pytest.raises(ValueError, match="sync"):
         type(norm)(DIM, sync="tp")

@@ -284,17 +284,19 @@ def test_a_compiled_model_gives_the_same_rows(how):
 def test_evaluation_and_calls_of_parts_are_not_steps():
     model = chain(normkit.make("pnv", 6), nn.LayerNorm(6))
     x = batch(0, 8, 6)
-    recorder = normkit.record(model, every=1, quantities=["rms"])
-    rows = recorder.__enter__()
-    model(x)
-    with torch.no_grad():
-        model.eval()(x)
-    model(x)
-    model.train()
-    model[1](x)
-    model(x)
-    with pytest.warns(UserWarning, match="1 forwards"):
-        recorder.__exit__(None, None, None)
+
+    def forwards():
+        model(x)
+        with torch.no_grad():
+            model.eval()(x)
+        model(x)
+        model.train()
+        model[1](x)
+        model(x)
+
+    warned = pytest.warns(UserWarning, match="1 forwards")
+    with warned, normkit.record(model, every=1, quantities=["rms"]) as rows:
+        forwards()
     assert [(row.step, row.site) for row in rows] == [(1, "1"), (1, "3"), (2, "1"), (2, "3")]
 
 
@@ -307,6 +309,16 @@ def test_norms_that_are_never_measured_are_a_warning():
     compiled(x)
     with pytest.warns(UserWarning, match="in 2 steps"), normkit.record(compiled, every=1):
         compiled(x), compiled(x)
+
+
+def test_recording_compiles_a_model_once():
+    torch._dynamo.reset()
+    counted = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled, x = torch.compile(chain(nn.LayerNorm(6), nn.LayerNorm(6)), backend=counted), batch(0, 8, 6)
+    with normkit.record(compiled, every=2):
+        for _ in range(4):
+            compiled(x).sum().backward()
+    assert counted.frame_count == 1
 
 
 def test_windows_of_one_channel_and_of_all():
@@ -361,7 +373,7 @@ def test_wrong_arguments_leave_no_hooks(tmp_path):
         (nn.LayerNorm(3), {"keep": 0}, ValueError, "keep"),
         (nn.LayerNorm(3), {"quantities": ["rsm"]}, ValueError, "rms"),
         (nn.LayerNorm(3), {"loss": 3.0}, ValueError, "loss"),
-        (nn.LayerNorm(3), {"loss": nn.functional.cross_entropy}, ValueError, "arguments"),
+        (nn.LayerNorm(3), {"loss": nn.functional.cross_entropy}, TypeError, "arguments"),
         (nn.LayerNorm(3), {"loss": lambda: 1 / 0}, ZeroDivisionError, "division"),
         (nn.LayerNorm(3), {"to": tmp_path / "no" / "x.csv"}, ValueError, "no folder"),
         (nn.Linear(4, 4), {}, ValueError, "Linear"),

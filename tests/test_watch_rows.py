@@ -143,7 +143,7 @@ def test_a_path_for_rows_is_checked_first_and_stays(tmp_path, monkeypatch):
     for path in ("folder.csv", "other.csv"):
         with pytest.raises(ValueError, match=path):
             Appender(path)
-    if Path("/proc/self").exists():  # nobody can make a file in /proc
+    if Path("/proc/self").exists():  # no process can make a file in /proc
         with pytest.raises(OSError, match="rows"):
             Appender("/proc/rows.csv")
     model = nn.Sequential(nn.LayerNorm(4))

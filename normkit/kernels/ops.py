@@ -118,7 +118,10 @@ def train_step(x: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
 
 @torch.no_grad()
 def _measure_drift(rule: Rule, made: StepStatistics, state: State) -> None:
-    """Follow the drift of an automatic warm-up, which kernels leave to the norm; an unusable batch took no step."""
+    """Follow the drift of an automatic warm-up, which kernels leave to the norm.
+
+    An unusable batch took no step, and counts for nothing.
+    """
     state.write(rule.drift_state(made.batch, made.step, state), made.step == state.step)
 
 

@@ -315,7 +315,7 @@ def _counted(names: Iterable[str]) -> dict[str, int]:
 
 
 def _write(model: TensorModel, path: Path, shapes: Any, fused: bool) -> tuple[Exported, Sequence[Tensor]]:
-    """Write a file in float and run it; return what it is, with no error yet, and the outputs on the example."""
+    """Write a file in float and run it; return what it is, and its outputs on the example."""
     if path.suffix == ".onnx":
         with needs("export() to ONNX", "export"):
             import onnxruntime  # noqa: F401
@@ -382,7 +382,10 @@ def _takes_other_sizes(model: TensorModel, path: Path, axes: dict, tolerance: fl
 
 
 def _takes_beyond(model: TensorModel, made: Exported) -> bool:
-    """Return True if the model itself runs beyond a limit of the file; one that is very large is not tried."""
+    """Return True if the model itself runs beyond a limit of the file.
+
+    A limit that is very large is not tried, and counts.
+    """
     for limited, (low, high) in made.limits.items():
         axis = int(limited.rsplit(" ", 1)[1])
         opened = [axis in made.dynamic.get(name, ()) for name in model.names]

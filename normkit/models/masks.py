@@ -275,7 +275,7 @@ def _can_derive(name: str, value: Tensor, argument: str) -> bool:
 
 
 def _alike(name: str, argument: str) -> bool:
-    """Return True if two names end alike, as in `_padding_mask`, and the first names no other tokens."""
+    """Return True if two names end alike (`_padding_mask`), and the first names no other tokens."""
     kind = "_".join(argument.split("_")[-2:])
     other = any(word in name and word not in argument for word in OTHER_TOKENS)
     return "_" in kind and name.endswith(kind) and not other

@@ -173,12 +173,33 @@ class StatefulNorm(Norm, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[re
         """Leave out records of the original's forwards, and the optimizer that it follows."""
         kept = {**super().__getstate__(), "follows_optimizer": False, "next_state": {}}
         return {
-            **kept, "_records": Records(), "_steps": AsyncCounter(), "_ended": AsyncCounter(), "_state": None,
+            **kept, "sync": Shared(self.sync) if sync.is_group(self.sync) else self.sync, "_records": Records(),
+            "_steps": AsyncCounter(), "_ended": AsyncCounter(), "_state": None,
         }  # fmt: skip
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of a copy, which has the group of the original."""
+        super().__setstate__(state)
+        if isinstance(self.sync, Shared):
+            self.sync = self.sync.group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StatefulNorm":
         """Copy by `__getstate__` also where PyTorch's parametrizations replace it."""
         twin = memo[id(self)] = self.__new__(type(self))
-        memo[id(self.sync)] = self.sync  # copies share a process group
         twin.__setstate__(copy.deepcopy(StatefulNorm.__getstate__(self), memo))
         return twin
+
+
+class Shared:
+    """Process group in the state of a norm: copies share it, and it cannot be pickled."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Shared":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a norm whose `sync` is a process group cannot be pickled; save its state_dict(), or set sync=True"
+        )

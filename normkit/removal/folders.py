@@ -152,7 +152,7 @@ def remove_norms_dir(
 
 
 def _without_head(model: Any) -> Any:
-    """Return the model that AutoModel makes of a folder, as sentence-transformers does: a pooler may be new."""
+    """Return the model without its head, as sentence-transformers opens it; a pooler may be new."""
     base = model.base_model
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

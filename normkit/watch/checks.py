@@ -134,7 +134,10 @@ def by_site(
 
 
 def _level(losses: list[float]) -> float:
-    """Median of the means of five stretches: a rare spike does not count, a few high losses of many low ones do."""
+    """Median of the means of five stretches.
+
+    A rare spike does not count, a few high losses among many low ones do.
+    """
     cuts = [i * len(losses) // 5 for i in range(6)]
     return statistics.median(statistics.fmean(losses[a:b]) for a, b in itertools.pairwise(cuts) if a < b)
 

@@ -28,7 +28,6 @@ BACKWARD = {"g_mu", "g_sigma2", "g_psi2", "dx_square", "dy_square", "channel_g",
 WHOLE = {"gradient", "loss", "constant_loss"}  # statistics of the whole model
 Loss = nn.Module | Callable[[], Tensor | float] | None
 LOSSES = "(losses)"  # key in a state, where modules have their names
-LOOSE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 NO_KEY = 0  # of a recorder that is a copy
 
 
@@ -380,11 +379,12 @@ def _check(model: nn.Module, loss: object, every: int) -> None:
     allowed = "a module, a function without arguments such as `lambda: loss`, or None"
     require(loss is None or callable(loss), "loss", loss, allowed)
     if callable(loss) and not isinstance(loss, nn.Module):
-        given: Iterable[inspect.Parameter] = ()
-        with suppress(TypeError, ValueError):  # a signature that is not known
-            given = inspect.signature(loss).parameters.values()
-        needs = any(each.default is each.empty and each.kind not in LOOSE for each in given)
-        require(not needs, "loss", loss, f"{allowed}; this one takes arguments")
+        with suppress(ValueError):  # a signature that is not known
+            signature = inspect.signature(loss)
+            try:
+                signature.bind()
+            except TypeError as error:
+                raise TypeError(f"loss must be {allowed}; this one takes arguments ({error})") from None
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
         sharded = "models with sharded parameters (FSDP2) cannot be recorded; DDP ones can"
         raise ValueError(f"{sharded}. Train without recording: --record-every 0")

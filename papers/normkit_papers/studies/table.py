@@ -17,7 +17,10 @@ NONE = "-"
 
 
 class TableCell(NamedTuple):
-    """The paper's figure, if it printed one, and our runs: None if it is quoted, or no data here fit the scale."""
+    """The paper's figure, if it printed one, and our runs.
+
+    `runs` is None if the figure is quoted, or no data here fit the scale.
+    """
 
     printed: str | None
     runs: list[CsvRow] | None
