@@ -221,7 +221,14 @@ WHOLE = ("loss", "constant_loss", "gradient_norm")
 def healthy(steps=200):
     """Rows with all that checks need and nothing wrong in them."""
     calm = {"Gamma_bound": 20.0, "tokens": 900.0, "padding": 0.0, "nonfinite": 0.0, "dead": 0.0, "filtered_rate": 0.0}
-    calm |= {"warmup_left": 0.0, "token_share": 0.8, "typical_token": 0.9, "zero_channels": 0.0, "zero_gain": 0.0}
+    calm |= {
+        "no_gradient": 0.0,
+        "warmup_left": 0.0,
+        "token_share": 0.8,
+        "typical_token": 0.9,
+        "zero_channels": 0.0,
+        "zero_gain": 0.0,
+    }
     calm |= {"skipped": 0.0, "skipped_grad": 0.0, "mask_length": 0.0}
     names = sorted({name for check in CHECKS for name in check.needs.split()})
     for step in range(1, steps + 1, max(1, steps // 6)):
@@ -279,6 +286,20 @@ def test_a_norm_whose_gain_stays_zero_passes_nothing_on():
                 optimizer.step()
         found.append([(finding.kind, finding.where) for finding in diagnose(rows) if finding.kind == "zero gain"])
     assert found == [[("zero gain", ("0", "2"))], []]
+
+
+def test_activations_that_died_behind_a_norm_are_found():
+    """A next layer that starts at zero gives no gradient in the first step alone."""
+    torch.manual_seed(0)
+    found = []
+    for bias, start in ((-100.0, 1.0), (0.0, 0.0)):
+        model = nn.Sequential(nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 16))
+        with torch.no_grad():
+            model[0].bias[:4] = bias
+            model[2].weight *= start
+        rows = fit(model, [torch.randn(32, 16) for _ in range(6)])
+        found.append([each.evidence for each in faults(rows) if each.kind == "dead channels"])
+    assert found == [[{"0": 0.25}], []]
 
 
 def test_rows_and_files_of_rows_are_diagnosed_and_nothing_else(tmp_path):

@@ -404,6 +404,10 @@ CHECKS = (
     Check("collapsed tokens", collapse, "similarity", _any, 2, LIMITS["steps"], how=""),
     Check("large values", large_values, "largest overflow", _any, how=""),
     Check("dead channels", dead_channels, "zero_channels dead", _any, 2),
+    Check("dead channels", by_site(
+        LIMITS["dead"], "no gradient has reached {percent:.0f} % of the output's channels",
+        "look for activations that died behind the norm, weights of zero, or float16 without a scaled loss",
+        number=Series.last), "no_gradient", _any, 2, how=""),
     Check("zero gain", by_site(
         LIMITS["dead"], "the gain is zero in {percent:.0f} % of the channels, of which the norm passes nothing on",
         "train it, start it at 1, or take it out of weight decay", number=Series.last), "zero_gain", _any, 2, how=""),

@@ -41,7 +41,7 @@ class Memory:
         self.rings: dict[str, Tensor] = {}  # side -> [WINDOW, C], where windows are recorded
         self.channels: dict[str, list[Tensor]] = {"x": [], "g": []}  # side -> last values of the first channel
         self.counts = {"x": 0, "g": 0}
-        self.zero: Tensor | None = None  # [C], channels that were zero in all samples
+        self.zero: dict[str, Tensor] = {}  # side -> [C], channels that were zero in all samples
         self.share = LengthShare()
 
     def average(self, batch: Fields, count: Tensor) -> Fields:
@@ -55,12 +55,12 @@ class Memory:
         self.samples += 1
         return {f"running_{name}": value for name, value in zip(batch, old, strict=True)} if self.samples > 1 else {}
 
-    def always_zero(self, quadratic: Tensor, count: Tensor) -> Tensor:
-        """The number of channels whose mean square `quadratic [C]` has been zero in all samples."""
-        if self.zero is None or self.zero.shape != quadratic.shape:
-            self.zero = torch.ones_like(quadratic, dtype=torch.bool)
-        self.zero = self.zero & ((quadratic == 0) | (count == 0))
-        return self.zero.sum()
+    def always_zero(self, side: str, quadratic: Tensor, count: Tensor | float = 1.0) -> Tensor:
+        """Return `[C]`, True where the mean square `quadratic [C]` of inputs or gradients was zero in all samples."""
+        zero = (quadratic == 0) | (torch.as_tensor(count) == 0)
+        before = self.zero.get(side, zero).to(zero.device)
+        self.zero[side] = zero & before if before.shape == zero.shape else zero
+        return self.zero[side]
 
     def windows(self, side: str, value: Tensor, needs: Collection[str], last: int) -> Fields:
         """Store `value [C]`, of inputs ("x") or gradients ("g"), for the windows that are needed.
@@ -173,7 +173,7 @@ def gather(site: Site, memory: Memory, x: Tensor, mask: Tensor | None, real: Ten
     if half:
         fields["infinite"] = torch.isinf(kept).sum()
     fields["count"] = count
-    fields["zero"] = memory.always_zero(batch["quadratic"], count)
+    fields["zero"] = memory.always_zero("x", batch["quadratic"], count).sum()
     energy = kept.square().mean(-1)
     rows = energy.numel() if mask is None else mask.sum().clamp(min=1)  # `count` may be of all processes
     fields["token_share"] = energy.sum().square() / energy.square().sum() / rows

@@ -139,6 +139,8 @@ QUANTITIES: dict[str, Quantity] = {
     "g_psi2": Quantity(
         "(1/d) ||g_psi2||, g_psi2 = mean(gamma dL/dy z), z = x / psi_B", "PowerNorm Fig. 4; UN Eq. 12",
         "g_psi2", _per_channel),
+    "no_gradient": Quantity(
+        "share of the output's channels that no gradient has reached in any sample so far", "normkit", "no_gradient"),
     "lipschitz": Quantity(
         "||dL/dx|| of PN-V over ||dL/dy||: sqrt(sum gamma^2/psi^2 (||dy||^2 - <dy, z / sqrt(B)>^2) / sum ||dy||^2)",
         "PowerNorm Lemma 2 (Eq. 7), dL/dy standing for the unnormalized net's as in Assumption 9",

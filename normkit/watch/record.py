@@ -344,6 +344,7 @@ class NormRecorder:
         x, dy = self.site.channels_last(x), self.site.channels_last(dy)
         fields = gather_gradient(self.site, x, dy, mask, known)
         if x.numel():
+            fields["no_gradient"] = self.memory.always_zero("g", fields["dy_square"]).float().mean()
             self._add(step, fields, "g", fields["g_psi2"])
 
     def choose_mask(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
