@@ -10,16 +10,12 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import normkit
-from normkit.kernels import build, dispatch, native, ops, reference
+from normkit.kernels import build, dispatch, ops
 from normkit.kernels.rule import find_kernel_rule
 
 TRITON = "NORMKIT_TEST_TRITON" in os.environ
 REAL = TRITON and not dispatch.is_interpreted()
 BY, DEVICE = "triton" if TRITON else "native", "cuda" if REAL else "cpu"
-if TRITON:
-    from normkit.kernels import triton as columns
-else:  # the others are those of the reference
-    columns = reference
 if TRITON and not REAL:
     import triton_driver
 
@@ -42,13 +38,6 @@ def draw(*shape, dtype=torch.float32):
     return (torch.randn(*shape) * 1.5 + 0.3).to(DEVICE, dtype)
 
 
-def strided(x):
-    """The same numbers as rows of a wider tensor; reading the others gives NaN."""
-    wide = x.new_full((x.shape[0], x.shape[1] + 5), float("nan"))
-    wide[:, : x.shape[1]] = x
-    return wide[:, : x.shape[1]]
-
-
 def equal_to_the_reference(run, tolerance):
     """Compare what `run` returns with these kernels and with the reference."""
     found = []
@@ -61,42 +50,11 @@ def equal_to_the_reference(run, tolerance):
         assert (ours.double() - plain.double()).norm() <= tolerance * (plain.double().norm() + 1)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("center", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_columns(dtype, center, masked):
-    kind = {} if TRITON else {"dtype": torch.float32}
-    for n, width in SHAPES:
-        torch.manual_seed(0)
-        x, dy = (strided(draw(n, width, dtype=dtype)) for _ in range(2))
-        mean, weight, bias = draw(3, width).unbind(0)
-        mask = torch.rand(n, device=DEVICE) < 0.6 if masked else None
-        padded = strided(torch.where(mask[:, None], x, torch.nan)) if masked else x  # padding must not count
-        stat, count = columns.moments(padded, mask, center, **kind)
-        expected, real = reference.moments(x.double(), mask, center)
-        assert (stat.dtype, count.item()) == (torch.float32, real.item())
-        assert_close(stat.double(), expected, rtol=2e-5, atol=2e-5)
-        nothing, count = columns.moments(x, torch.zeros(n, dtype=torch.bool, device=DEVICE), center, **kind)
-        assert count == 0
-        assert not nothing.any()
-        mean = mean if center else None
-        for real in (False, True):
-            sums = columns.gradient_sums(dy, x, mean, mask, real, **kind)
-            expected = reference.gradient_sums(dy.double(), x.double(), mean, mask, real)
-            assert_close(sums.double(), expected, rtol=1e-4, atol=1e-4)
-        expected = reference.standardize(x.double(), stat, weight, bias, 1e-3)
-        for module in (columns if TRITON else native,):
-            assert_close(module.standardize(x, stat, weight, bias, 1e-3).double(), expected, **FINE[dtype])
-        if TRITON:
-            given = mean, draw(3, width)
-            wide = (None if t is None else t.double() for t in given)
-            expected = reference.gradient(dy.double(), x.double(), *wide, mask)
-            assert_close(columns.gradient(dy, x, *given, mask).double(), expected, **ROUGH[dtype])
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("spec", ["batch", "pnv", "power(warmup=1)", "power(groups=7, warmup=1)", "power(groups=0)"])
+@pytest.mark.parametrize(
+    "spec", ["batch", "pnv", "renorm", "power(warmup=1)", "power(groups=7, warmup=1)", "power(groups=0)"]
+)
 def test_steps_of_many_shapes(spec, masked, dtype):
     for n, width in SHAPES[:1] if TRITON else SHAPES if spec == "batch" else SHAPES[:-1]:
         if width % 7 and "7" in spec:
@@ -274,6 +232,19 @@ def test_rows_and_gradients_that_are_not_aligned_or_not_contiguous():
                 y.backward(dy())
                 seen += [y.detach(), leaf.grad]
         return seen
+
+    equal_to_the_reference(run, 1e-5)
+
+
+@pytest.mark.parametrize("spec", ["pnv(bias=False)", "batch", "un", "power(groups=2)", "rms(bias=True)"])
+def test_one_gain_and_bias_for_all_channels(spec):
+    def run():
+        norm, x = normkit.make(spec, 40).to(DEVICE), draw(9, 40).requires_grad_()
+        for key in [key for key in ("weight", "bias") if getattr(norm, key) is not None]:
+            setattr(norm, key, torch.nn.Parameter(draw(1)))
+        y = norm(x)
+        y.backward(draw(9, 40))
+        return [y.detach(), x.grad, *(p.grad for p in norm.parameters())]
 
     equal_to_the_reference(run, 1e-5)
 

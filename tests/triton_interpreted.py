@@ -9,7 +9,7 @@ import torch
 import torch.autograd.forward_ad as fwAD
 import triton_driver
 from norm_cases import equal_steps
-from test_kernels import DEVICE, REAL, SHAPES, draw, strided
+from test_kernels import DEVICE, REAL, SHAPES, draw
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import normkit
@@ -20,6 +20,13 @@ from normkit.kernels.rule import find_kernel_rule
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")  # triton 3.6's own
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
+
+
+def strided(x):
+    """The same numbers as rows of a wider tensor; reading the others gives NaN."""
+    wide = x.new_full((x.shape[0], x.shape[1] + 5), float("nan"))
+    wide[:, : x.shape[1]] = x
+    return wide[:, : x.shape[1]]
 
 
 def scale_in_groups(x, weight, bias):
@@ -169,20 +176,6 @@ def test_tracers_get_operations_of_torch_and_forward_mode_its_derivative():
     with torch.no_grad(), normkit.kernels("triton"), fwAD.dual_level():
         tangent = fwAD.unpack_dual(un(fwAD.make_dual(x, along))).tangent
     torch.testing.assert_close(tangent, along / (1.0 + un.eps) ** 0.5)
-
-
-@pytest.mark.parametrize("spec", ["rms(bias=True)", "batch"])
-def test_one_gain_and_bias_for_all_channels(spec):
-    norm, x, found = normkit.make(spec, 40).to(DEVICE), draw(9, 40).requires_grad_(), []
-    norm.weight, norm.bias = (torch.nn.Parameter(draw(1)) for _ in range(2))
-    for choice in ("reference", "triton"):
-        with normkit.kernels(choice):
-            y = norm(x)
-            found.append([y, *torch.autograd.grad(y.pow(3).sum(), [x, norm.weight, norm.bias])])
-    torch.testing.assert_close(*found, atol=1e-3, rtol=1e-4)
-    norm.weight = torch.nn.Parameter(draw(39))
-    with normkit.kernels("triton"), pytest.raises(RuntimeError, match="39"):
-        norm(x)
 
 
 def test_subclass_with_own_rule_has_no_kernel_rule():

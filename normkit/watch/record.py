@@ -388,4 +388,4 @@ def _check(model: nn.Module, loss: object, every: int) -> None:
                 raise TypeError(f"loss must be {allowed}; this one takes arguments ({error})") from None
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
         sharded = "models with sharded parameters (FSDP2) cannot be recorded; DDP ones can"
-        raise ValueError(f"{sharded}. Train without recording: --record-every 0")
+        raise ValueError(f"{sharded}. Train this model without recording, or a smaller one with it")

@@ -209,23 +209,16 @@ def in_two_processes(run, folder):
 
 @pytest.mark.slow
 def test_two_processes_train_one_model(corpus, tmp_path):
-    """Replicated or sharded, with synchronised statistics, and resumed to the same weights."""
-    losses = {}
-    for strategy in ("ddp", "fsdp2"):
-        folder = tmp_path / strategy
-        model = dataclasses.replace(TINY, norm="un(sync=True, warmup=4)", word_dropout=0.2)  # draws a number a word
-        run = changed(corpus, model=model, devices=2, strategy=strategy, device="cpu", steps=6, valid_every=3,
-                      checkpoint_every=3, record_every=2 * (strategy == "ddp"), test_items=5)  # fmt: skip
-        result, weights = in_two_processes(run, folder)
-        assert result["status"] == "done"
-        assert result["scores"]["beam"]["n"] == 5
-        assert int(load(folder).model.encoder.final_norm.step) == 6
-        losses[strategy] = [(each["step"], each["loss"]) for each in result["valid"]]
-        losses[strategy].append((0, result["scores"]["running"]["loss"]))
-    checkpoint_path(folder, 6).unlink()
-    again, same = in_two_processes(run, folder)
+    """Replicated, with synchronised statistics, and resumed to the same weights."""
+    model = dataclasses.replace(TINY, norm="un(sync=True, warmup=4)", word_dropout=0.2)  # draws a number a word
+    run = changed(corpus, model=model, devices=2, device="cpu", steps=6, valid_every=3, checkpoint_every=3,
+                  record_every=2, test_items=5)  # fmt: skip
+    result, weights = in_two_processes(run, tmp_path)
+    assert result["status"] == "done"
+    assert result["scores"]["beam"]["n"] == 5
+    assert int(load(tmp_path).model.encoder.final_norm.step) == 6
+    assert [each["step"] for each in result["valid"]] == [3, 6]
+    checkpoint_path(tmp_path, 6).unlink()
+    again, same = in_two_processes(run, tmp_path)
     assert again["curve"] == result["curve"], "each process goes on with its own chance"
     assert same == weights
-    assert [step for step, _ in losses["ddp"]] == [3, 6, 0]
-    for (_, one), (_, two) in zip(*losses.values(), strict=True):
-        assert one == pytest.approx(two, rel=1e-4)

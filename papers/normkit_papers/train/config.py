@@ -112,8 +112,6 @@ class Run:
     """Compile the model's forward and backward with torch.compile."""
     devices: Count = 1
     """GPUs, or CPU processes; each trains on batches of `batch_tokens`."""
-    strategy: Literal["ddp", "fsdp2"] = "ddp"
-    """Parallelism of several devices: each holds the whole model, or a shard of it."""
     seed: Annotated[int, Field(ge=-(2**43), le=2**43)] = 0
     """Seed of weights, dropout and data order; the order of an epoch has the seed `1_000_003 * seed + epoch`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -174,12 +172,10 @@ class Run:
             return
         together = "1: a model that carries state trains in one process"
         require(not self.model.recurrent, "devices", self.devices, together)
-        sharded = self.strategy == "fsdp2"
-        require(not (sharded and self.record_every), "record_every", self.record_every, "0 for strategy=fsdp2")
         if self.model.layer_drop and not isinstance(self, ImageRun | DetectionRun):  # these drop layers of samples
             specs = (self.model.norm, *self.model.norm_at.values())
-            apart = not sharded and not any(parse(spec)[1].get("sync") for spec in specs)
-            allowed = "0 for fsdp2 and sync=True: processes that drop different layers would wait for each other"
+            apart = not any(parse(spec)[1].get("sync") for spec in specs)
+            allowed = "0 for sync=True: processes that drop different layers would wait for each other"
             require(apart, "model.layer_drop", self.model.layer_drop, allowed)
 
     @property
@@ -305,8 +301,6 @@ class ImageRun(Run):
     def __post_init__(self):
         super().__post_init__()
         require(not (self.ema and self.average), "ema", self.ema, "0 with average: one average is enough")
-        whole = "0 for strategy=fsdp2: it needs the whole model in each process"
-        require(not (self.ema and self.strategy == "fsdp2"), "ema", self.ema, whole)
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)

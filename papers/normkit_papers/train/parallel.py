@@ -1,4 +1,4 @@
-"""Training with several processes: strategy, exchange of values, sharded models.
+"""Training with several processes: strategy and exchange of values.
 
 Lightning starts the processes (`--devices 2`), or `torchrun` does. They take turns in reading batches, so a step uses
 `devices x accumulate x batch_tokens` tokens. Norms compute statistics from their process' batch, or
@@ -6,13 +6,10 @@ with `sync=True` in their spec from all of them; those of rank 0 are saved.
 """
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
-from normkit_papers.models.blocks import Layer
 from normkit_papers.train.config import Run
 
 
@@ -48,10 +45,6 @@ def make_strategy(run: Run) -> Any:
 
     if run.devices == 1:
         return "auto"
-    if run.strategy == "fsdp2":
-        return strategies.ModelParallelStrategy(
-            data_parallel_size=run.devices, tensor_parallel_size=1, save_distributed_checkpoint=False
-        )
     return strategies.DDPStrategy(broadcast_buffers=False, find_unused_parameters=run.model.layer_drop > 0)
 
 
@@ -62,23 +55,3 @@ def all_gather(value: Any) -> list[Any]:
     every: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, value)
     return every
-
-
-def shard(model: nn.Module, mesh: Any) -> None:
-    """Shard each layer over the processes with FSDP2, in place; computing a layer gathers it."""
-    from torch.distributed.fsdp import fully_shard
-
-    for layer in [module for module in model.modules() if isinstance(module, Layer)]:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-
-def unshard(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
-    """Return a sharded model as a whole one on rank 0; other ranks get a new one from `make`."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state, model = get_model_state_dict(model, options=options), make()
-    if is_rank_zero():
-        model.load_state_dict(state, strict=False)
-    return model

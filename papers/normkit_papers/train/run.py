@@ -134,8 +134,6 @@ def _fit(task: Task, callback: RunCallback, resume: bool) -> Watch | None:
         folders.write_run(folder, run, task.data.vocabularies)
     run_trainer(trainer, task, checkpoint)
     task.model._compiled_call_impl = None
-    if run.strategy == "fsdp2" and trainer.world_size > 1:
-        task.model = parallel.unshard(task.model, lambda: build_model(run.task, run.model, task.data.vocabularies))
     return watch
 
 

@@ -13,7 +13,6 @@ from normkit.norms import StatNorm
 from normkit_papers.data.batches import Batch
 from normkit_papers.train.lightning import lightning
 from normkit_papers.train.muon import MuonWithAdamW
-from normkit_papers.train.parallel import shard
 from normkit_papers.train.schedules import Schedule
 
 
@@ -88,11 +87,6 @@ class Task(lightning.LightningModule):
         ranks = self.trainer.world_size
         found: Any = self.batches(self.start * ranks + self.trainer.global_rank, ranks)
         return self.hooks.enter_context(contextlib.closing(found))
-
-    def configure_model(self) -> None:
-        """Shard the model for fsdp2."""
-        if self.settings.strategy == "fsdp2" and self.device_mesh is not None:
-            shard(self.model, self.device_mesh["data_parallel"])
 
     def on_train_start(self) -> None:
         """Put the hooks of the scale loss on the norms."""
