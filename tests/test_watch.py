@@ -311,6 +311,27 @@ def test_norms_that_are_never_measured_are_a_warning():
         compiled(x), compiled(x)
 
 
+def test_trainings_that_cannot_be_right_are_warnings():
+    x, criterion = batch(0, 8, 6), nn.MSELoss()
+    model = chain(nn.LayerNorm(6), nn.LayerNorm(6))
+    with pytest.warns(UserWarning, match="1 forwards without gradients"), normkit.record(model, every=1):
+        model(x).sum().backward(), torch.no_grad()(model)(x)
+    with pytest.warns(UserWarning, match="no gradient reached"), normkit.record(model, every=1, loss=criterion):
+        criterion(model(x).detach(), x)
+    with pytest.warns(UserWarning, match="came into the model"), normkit.record(model, every=1):
+        model.append(nn.LayerNorm(6))
+    with pytest.raises(ValueError, match="loss"), normkit.record(model, loss=nn.MSELoss):
+        pass
+
+
+def test_a_norm_behind_which_something_is_detached_has_no_gradient():
+    model = built(lambda m, x: m.b(m.a(x).detach()), a=nn.LayerNorm(6), b=nn.LayerNorm(6))
+    with normkit.record(model.double(), every=1) as rows:
+        for seed in range(3):
+            model(batch(seed, 8, 6).double()).sum().backward()
+    assert (only(rows, "no_gradient", "a"), only(rows, "no_gradient", "b")) == ([1.0, 1.0], [0.0, 0.0, 0.0])
+
+
 def test_recording_compiles_a_model_once():
     torch._dynamo.reset()
     counted = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -392,7 +413,7 @@ def test_every_quantity_is_recorded_somewhere():
     rows = train(model, [batch(seed, 8, 6) for seed in range(33)], quantities="all")
     text, criterion, ids = Text(nn.LayerNorm(6)), nn.CrossEntropyLoss(), torch.tensor([[1, 0]])
     with normkit.record(text, every=1, loss=criterion) as more, torch.autocast("cpu", torch.float16):
-        criterion(text(ids).flatten(0, 1).float(), ids.flatten())
+        criterion(text(ids).flatten(0, 1).float(), ids.flatten()).backward()
     assert {row.quantity for row in [*rows, *more]} == set(QUANTITIES) - {"mask_length"}  # see test_masks.py
 
 
@@ -431,11 +452,40 @@ def test_the_loss_is_found_in_three_ways():
     [
         (nn.MSELoss(), torch.tensor([1.0, 3.0, 5.0, 7.0]), 5.0),
         (nn.BCEWithLogitsLoss(), torch.tensor([1.0, 0.0, 0.0, 0.0]), -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))),
+        (nn.MSELoss(), torch.tensor([[-1.0, 9.0], [1.0, 9.0]]), 0.5),  # of each column
+        (nn.BCEWithLogitsLoss(), torch.tensor([[0.0, 1.0], [1.0, 1.0]]), math.log(2) / 2),
         (nn.L1Loss(), torch.ones(4), None), (nn.MSELoss(reduction="sum"), torch.ones(4), None),
+        (type("Own", (nn.MSELoss,), {"forward": lambda _, x, y: (x - y).square().mean() / 8})(), torch.ones(4), None),
     ],
 )  # fmt: skip
 def test_the_loss_of_a_constant_prediction_is_known_for_numbers_too(criterion, targets, constant):
-    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 1))
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, targets[0].numel()))
     with normkit.record(model, every=1, loss=criterion) as rows:
-        criterion(model(torch.randn(4, 4)).flatten(), targets)
+        criterion(model(torch.randn(len(targets), 4)).view_as(targets), targets).backward()
     assert only(rows, "constant_loss") == ([] if constant is None else [pytest.approx(constant)])
+
+
+def test_targets_of_several_lengths_or_losses_have_one_constant_or_none():
+    model, criterion = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 1)), nn.MSELoss()
+    with normkit.record(model, every=1, loss=criterion, quantities=["constant_loss"]) as rows:
+        for targets in (torch.tensor([[1.0, 3.0]]), torch.tensor([[5.0, 7.0, 9.0]])):
+            criterion(model(torch.randn(*targets.shape, 4))[..., 0], targets).backward()
+    assert only(rows, "constant_loss") == [pytest.approx(each) for each in (0.0, 8.0)]
+    with normkit.record(model, every=1, loss=criterion, quantities=["loss", "constant_loss"]) as rows:
+        y = model(torch.randn(2, 4))
+        (criterion(y, torch.ones(2, 1)) + criterion(y, torch.zeros(2, 1))).backward()
+    assert len(only(rows, "loss")) == 1
+    assert not only(rows, "constant_loss"), "two losses in a step"
+
+
+def test_the_loss_of_trainer_is_that_of_one_batch():
+    """It divides by the labels of all batches of a step."""
+    transformers = pytest.importorskip("normkit.models.huggingface").import_transformers()
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    model, ids = transformers.LlamaForCausalLM(config).train(), torch.arange(10).view(2, 5)
+    expected = model(input_ids=ids, labels=ids)["loss"].item()
+    with normkit.record(model, every=1) as rows:
+        model(input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(4 * 8))["loss"].backward()
+    assert only(rows, "loss") == [pytest.approx(expected, rel=1e-5)]

@@ -176,7 +176,8 @@ def test_no_token_and_a_single_one(shape):
 
 def test_a_model_may_change_its_type_and_pass_a_batch_in_inference_mode():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    with record(model, every=1, quantities="all") as rows:
+    gradients = pytest.warns(UserWarning, match="without gradients")
+    with gradients, record(model, every=1, quantities="all") as rows:
         with torch.inference_mode():
             model(torch.randn(3, 4))
         for dtype in (torch.float32, torch.float64, torch.float32):

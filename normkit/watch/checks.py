@@ -25,7 +25,7 @@ class Threshold(NamedTuple):
 
 THRESHOLDS: dict[str, Threshold] = {
     "fall": Threshold(0.02, "share of the loss by which it has to fall: from the first steps, or while it is high"),
-    "rise": Threshold(1.5, "largest loss over the first, above which a loss near a constant prediction's has diverged"),
+    "rise": Threshold(1.5, "largest loss over the first, or last over a constant prediction's, that is a divergence"),
     "constant": Threshold(0.95, "loss over that of the best constant prediction, above which nothing was learned"),
     "trained": Threshold(0.8, "the same ratio, below which a loss that does not fall is that of a trained model"),
     "similarity": Threshold(0.985, "mean cosine between tokens of a sequence, above which they have collapsed"),
@@ -51,8 +51,9 @@ LIMITS = {name: threshold.value for name, threshold in THRESHOLDS.items()}
 RECORD = 'record them: nk.record(model, quantities="default"), or papers train --quantities default'
 OFTEN = "record more often (every=, --record-every), or train longer"
 LOSS = (
-    "record it: nk.record(model, loss=criterion), the module of cross-entropy or squared error that the loop calls;"
-    " loss=lambda: loss records the loss alone; in Lightning Watch(loss='criterion')"
+    "record it: nk.record(model, loss=criterion), the module that the loop calls once a step; known for the mean of"
+    " CrossEntropyLoss, NLLLoss, MSELoss, BCELoss and BCEWithLogitsLoss without weights; loss=lambda: loss records the"
+    " loss alone; in Lightning Watch(loss='criterion')"
 )
 MASK = "a model without padding needs no more; else pass a mask, or give the embedding its padding_idx"
 
@@ -145,13 +146,13 @@ def _level(losses: list[float]) -> float:
 def stalled(recording: Recording) -> dict[str, float]:
     """The losses that show that nothing was learned; empty if the loss falls.
 
-    Three things show it: the loss is that of the first step, and not that of a model which was trained before; it no
-    longer falls where a constant prediction is; or it rose far above its start, and has only come back to a constant
-    prediction.
+    Four things show it: the loss is that of the first step, and not that of a model which was trained before; it no
+    longer falls where a constant prediction is; it rose far above its start, and has only come back to a constant
+    prediction; or it is worse than that, by far or after it was lower.
     """
     series = recording.of("loss").get("")
     losses = [loss for _, loss in series.points()] if series else []
-    if len(losses) < 2:
+    if series is None or len(losses) < 2 or not math.isfinite(series.last()):
         return {}
     quarter = max(1, len(losses) // 4)
     first, end = losses[0], _level(losses[-quarter:])
@@ -164,7 +165,9 @@ def stalled(recording: Recording) -> dict[str, float]:
         return {"loss": end, "constant": constant}
     if end > LIMITS["constant"] * constant and max(losses) > LIMITS["rise"] * abs(first):
         return {"loss": end, "constant": constant, "peak": max(losses)}
-    return {}
+    least = min(_level(losses[i * quarter : (i + 1) * quarter]) for i in range(len(losses) // quarter))
+    far = end > LIMITS["rise"] * constant or end > (1 + LIMITS["fall"]) * least
+    return {"loss": end, "constant": constant} if far and end > constant else {}
 
 
 def loss(check: Check, recording: Recording) -> list[Finding]:
@@ -178,9 +181,9 @@ def loss(check: Check, recording: Recording) -> list[Finding]:
         return []
     message = "the loss does not fall: {loss:.4g} at the end, it began at {first:.4g}"
     if "constant" in numbers:
-        message = (
-            "the loss is no better than a constant prediction's: {loss:.4g} at the end, {constant:.4g} for a constant"
-        )
+        better = "hardly better" if numbers["loss"] <= numbers["constant"] else "worse"
+        message = f"the loss is {better} than a constant prediction's: "
+        message += "{loss:.4g} at the end, {constant:.4g} for a constant"
     message += ", and it rose to {peak:.4g}" if "peak" in numbers else ""
     advice = (
         "try a tenth and ten times the learning rate; see that inputs and targets belong together, that the optimizer"
@@ -421,7 +424,7 @@ CHECKS = (
         "warmup_left", lambda norm: norm.warms_up),
     Check("padding", by_site(
         LIMITS["padding"], "{percent:.0f} % of the rows that the statistics are taken over are padding",
-        "pass the norm its mask (convert(..., mask_from=...))"),
+        "pass the norm its mask (convert(..., mask_from=...)), or see whether that is inverted"),
         "padding", _of_batches, how=MASK, instead="mask_length"),
     Check("padding", unfit_mask, "mask_length", _of_batches, how=""),
     Check("tiny batches", by_site(

@@ -233,7 +233,9 @@ class LossMeter:
         self.count = 0
         self.frequencies: Tensor | None = None  # [classes], of all targets so far
         self.smoothing = 0.0
-        self.moments: Tensor | None = None  # of targets that are numbers: count, sum, sum of squares
+        self.moments: Tensor | None = None  # [3, columns] of targets that are numbers: count, sum, sum of squares
+        self.binary = False  # they are shares, of binary cross-entropy
+        self.several = False  # losses of several kinds in a step, of which no constant is known
 
     def add(self, loss: Tensor | float) -> None:
         """Add the loss of a step."""
@@ -249,17 +251,15 @@ class LossMeter:
         self.frequencies = old.to(targets.device).index_add(0, torch.where(real, targets, 0).long(), real.float())
         self.smoothing = smoothing
 
-    def add_shares(self, targets: Tensor) -> None:
-        """Count targets between 0 and 1, as of binary cross-entropy."""
-        ones = targets.detach().float().sum()
-        counts = torch.stack([targets.numel() - ones, ones])
-        self.frequencies = counts if self.frequencies is None else self.frequencies.to(counts.device) + counts
-
-    def add_numbers(self, targets: Tensor) -> None:
-        """Add targets of a squared error."""
-        targets = targets.detach().to(torch.float32 if targets.device.type == "mps" else torch.float64)
-        sums = torch.stack([torch.ones_like(targets).sum(), targets.sum(), targets.square().sum()])
+    def add_numbers(self, targets: Tensor, binary: bool = False) -> None:
+        """Add targets `[batch, ...]` of a squared error, or of `binary` cross-entropy; each place has its constant."""
+        wide = torch.float32 if targets.device.type == "mps" else torch.float64
+        places = targets.detach().to(wide).reshape(len(targets) if targets.dim() else 1, -1)
+        sums = torch.stack([torch.ones_like(places).sum(0), places.sum(0), places.square().sum(0)])
+        if self.moments is not None and self.moments.shape != sums.shape:  # as of sequences: one constant for all
+            self.moments, sums = (each.sum(1, keepdim=True) for each in (self.moments, sums))
         self.moments = sums if self.moments is None else self.moments.to(sums.device) + sums
+        self.binary = binary
 
     def take(self) -> Fields:
         """Return the mean loss since the last time; empty without one."""
@@ -267,13 +267,15 @@ class LossMeter:
             return {}
         fields, self.total = {"loss": self.total / self.count}, None
         self.count = 0
-        if self.frequencies is not None:
+        if self.frequencies is not None and not self.several:
             share = self.frequencies / self.frequencies.sum().clamp(min=1)
             share = torch.lerp(share, torch.full_like(share, 1 / len(share)), self.smoothing)
             fields["constant_loss"] = torch.special.entr(share).sum()
-        if self.moments is not None:
+        if self.moments is not None and not self.several:
             mean, square = self.moments[1:] / self.moments[0].clamp(min=1)
-            fields["constant_loss"] = (square - mean.square()).clamp(min=0).float()
+            entropy = torch.special.entr(mean) + torch.special.entr(1 - mean)
+            each = entropy if self.binary else (square - mean.square()).clamp(min=0)
+            fields["constant_loss"] = each.mean().float()
         return fields
 
 

@@ -172,7 +172,8 @@ QUANTITIES: dict[str, Quantity] = {
     # the whole model
     "loss": Quantity("mean training loss of the steps since the last sample", "normkit", "loss"),
     "constant_loss": Quantity(
-        "loss of the best constant prediction: entropy or variance of the targets so far", "normkit", "constant_loss"),
+        "loss of the best constant prediction: entropy or variance, at each place of a target, of those so far",
+        "normkit", "constant_loss"),
     "gradient_norm": Quantity(
         "norm of all gradients together, before any clipping", "Tears Fig. 2",
         "gradient", lambda norms: torch.linalg.vector_norm(norms, dim=-1)),

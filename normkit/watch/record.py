@@ -24,7 +24,9 @@ from normkit.watch.quantities import choose
 from normkit.watch.rows import Rows, Sink
 from normkit.watch.sites import Padding, Site, sites
 
-BACKWARD = {"g_mu", "g_sigma2", "g_psi2", "dx_square", "dy_square", "channel_g", "window_g"}
+BACKWARD = {"g_mu", "g_sigma2", "g_psi2", "dx_square", "dy_square", "no_gradient", "channel_g", "window_g"}
+# criteria of which the loss of a constant prediction is known, and the places that their targets have
+CLASSES, NUMBERS, SHARES = (nn.CrossEntropyLoss, nn.NLLLoss), (nn.MSELoss,), (nn.BCELoss, nn.BCEWithLogitsLoss)
 WHOLE = {"gradient", "loss", "constant_loss"}  # statistics of the whole model
 Loss = nn.Module | Callable[[], Tensor | float] | None
 LOSSES = "(losses)"  # key in a state, where modules have their names
@@ -114,7 +116,7 @@ class Recorder:
             kinds = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
             raise ValueError(
                 f"record() found no norm: classes seen: {kinds}. A quantity of the whole model can be recorded by name:"
-                ' quantities=["gradient_norm"]'
+                ' quantities=["loss", "constant_loss", "gradient_norm"]'
             )
         self.writes = not is_distributed() or torch.distributed.get_rank() == 0
         if not self.writes:  # the other processes take part where statistics are reduced over all of them
@@ -139,6 +141,9 @@ class Recorder:
         self.measurable = 0  # steps that are due
         self.frozen: set[str] = set()  # norms in evaluation mode in such a step
         self.evaluated = 0  # forwards of the model in evaluation mode, with gradients
+        self.trained = self.ungraded = 0  # forwards in training mode with gradients, and without them
+        self.has_loss = self.has_gradient = False  # a gradient has reached a parameter
+        self.losses_of_step = 0
         for norm in self.norms:
             module = norm.site.module
             self._hooks.enter_context(module.register_forward_pre_hook(norm.before, with_kwargs=True))
@@ -167,6 +172,9 @@ class Recorder:
         self.due = (self.step - 1) % self.every == 0
         self.active = True
         self.padding.real.clear()
+        self.losses_of_step = 0
+        self.trained += torch.is_grad_enabled()
+        self.ungraded += not torch.is_grad_enabled()
         if self.due:
             self.measurable += 1
             self.frozen |= {norm.site.name for norm in self.norms if not norm.site.module.training}
@@ -202,40 +210,45 @@ class Recorder:
         if torch.compiler.is_compiling() or self.key == NO_KEY:
             return
         self.end_forward()
-        if model.training and isinstance(output, Mapping) and isinstance(loss := output.get("loss"), Tensor):
-            self.add_loss(loss)
-            logits, labels = output.get("logits"), kwargs.get("labels")
+        trains = model.training and torch.is_grad_enabled()
+        if trains and isinstance(output, Mapping) and isinstance(loss := output.get("loss"), Tensor):
+            logits, labels, all_items = output.get("logits"), kwargs.get("labels"), kwargs.get("num_items_in_batch")
             if isinstance(logits, Tensor) and isinstance(labels, Tensor) and not labels.is_floating_point():
                 self.losses.add_targets(labels, logits.shape[-1])
+                if all_items is not None:  # Trainer divides by the labels of all batches of a step
+                    shifts = getattr(model, "loss_type", "") == "ForCausalLM"
+                    loss = loss * all_items / (labels[..., int(shifts) :] != -100).sum().clamp(min=1)
+            self.add_loss(loss)
 
     def add_loss(self, loss: Tensor | float) -> None:
         """Add the loss of this step."""
         self.losses.add(loss)
+        self.has_loss = True
 
     def _after_criterion(self, criterion: nn.Module, args: tuple, output: object) -> None:
-        if self.key == NO_KEY or not self.model.training or torch.compiler.is_compiling():
-            return
-        if not isinstance(output, Tensor):
+        trains = self.model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if self.key == NO_KEY or not trains or not isinstance(output, Tensor):
             return
         self.add_loss(output)
+        self.losses_of_step += 1
+        self.losses.several |= self.losses_of_step > 1
+        kind = next((k for k in (*CLASSES, *NUMBERS, *SHARES) if type(criterion).forward is k.forward), None)
         weighted = any(getattr(criterion, name, None) is not None for name in ("weight", "pos_weight"))
         if len(args) != 2 or weighted or getattr(criterion, "reduction", "") != "mean":
             return
         given, targets = args
-        classes = given.dim() > 1 and not targets.is_floating_point()
-        if isinstance(criterion, nn.MSELoss):
-            self.losses.add_numbers(targets)
-        elif isinstance(criterion, nn.BCELoss | nn.BCEWithLogitsLoss):
-            self.losses.add_shares(targets)
-        elif classes and isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
-            smoothing = getattr(criterion, "label_smoothing", 0.0)
-            self.losses.add_targets(targets, given.shape[1], criterion.ignore_index, smoothing)
+        if kind in NUMBERS or kind in SHARES:
+            self.losses.add_numbers(targets, kind in SHARES)
+        elif kind in CLASSES and given.dim() > 1 and not targets.is_floating_point():
+            ignored, smoothing = getattr(criterion, "ignore_index", -100), getattr(criterion, "label_smoothing", 0.0)
+            self.losses.add_targets(targets, given.shape[1], ignored, smoothing)
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _keep_gradient_norm(self, number: int, parameter: Tensor) -> None:
         if parameter.grad is not None:
+            self.has_gradient = True
             grad = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
             wide = torch.promote_types(grad.dtype, torch.float32)
             self._gradients[number] = torch.linalg.vector_norm(grad, dtype=wide)
@@ -276,8 +289,17 @@ class Recorder:
         if frozen := [norm.site.name for norm in self.norms if norm.site.name in self.frozen - self.measured]:
             warn(f"norms in evaluation mode while the model trained were not recorded: {listed(frozen, 4)}")
         elif self.measurable and self.norms and self.needs - WHOLE and not self.measured:
-            what = f"no norm was recorded in {self.measurable} steps"
-            warn(f"{what}: none ran, or the model was compiled before; record it from before its first forward")
+            what = f"no norm was recorded in {self.measurable} steps: none ran, or compiled code of this model, or of"
+            warn(f"{what} an equal one, was used again; call torch.compiler.reset(), and record from the first forward")
+        if self.trained and self.ungraded:
+            what = f"{self.ungraded} forwards without gradients ran in training mode and were counted as steps"
+            warn(f"{what}: call model.eval() before those that validate, or batch statistics are learned from them")
+        if self.has_loss and self.measurable and self.writes and "gradient" in self.needs and not self.has_gradient:
+            what = "no gradient reached a parameter in a measured step"
+            warn(f"{what}: see that backward() is called, that parameters require gradients, and that none is detached")
+        known = {id(norm.site.module) for norm in self.norms}
+        if self.writes and (new := [each.name for each in sites(self.model) if id(each.module) not in known]):
+            warn(f"norms that came into the model while it was recorded were not recorded: {listed(new, 4)}")
 
     def state(self) -> dict[str, Any]:
         """The state, beside the step, that a resumed recording needs for the same values."""
@@ -333,6 +355,8 @@ class NormRecorder:
         if not x.numel():  # nothing to record, but other processes wait for this one's share
             return moments(x, mask, self.site.module)
         fields = gather(self.site, self.memory, x, mask, self.recorder.padding.mask(x.shape[:-1]))
+        if self._lacks_gradient():
+            fields["no_gradient"] = x.new_ones(())
         if mask is None and (length := unfit_length(self.site.module)) is not None:
             fields["mask_length"] = x.new_tensor(length)
         self._add(self.recorder.step, fields, "x", fields["quadratic"])
@@ -359,6 +383,12 @@ class NormRecorder:
         fields |= self.memory.windows(side, followed, self.recorder.needs, last)
         self.recorder.pending.append(Sample(step, self.site, fields))
 
+    def _lacks_gradient(self) -> bool:
+        """Return True if the norm has trained weights, and none of its forwards so far has had a gradient."""
+        weight = getattr(self.site.module, "weight", None)
+        trains = isinstance(weight, Tensor) and weight.requires_grad and self.recorder.has_gradient
+        return trains and "g" not in self.memory.zero and self.memory.samples > 1
+
     def _is_due(self) -> bool:
         """Return True in a forward of a due step, also a recomputed one; not under torch.func."""
         recorder = self.recorder
@@ -378,7 +408,7 @@ def _check(model: nn.Module, loss: object, every: int) -> None:
     check_is_model(model, "record")
     require(is_int(every) and every >= 1, "every", every, "a whole number of at least 1")
     allowed = "a module, a function without arguments such as `lambda: loss`, or None"
-    require(loss is None or callable(loss), "loss", loss, allowed)
+    require(loss is None or (callable(loss) and not isinstance(loss, type)), "loss", loss, allowed)
     if callable(loss) and not isinstance(loss, nn.Module):
         with suppress(ValueError):  # a signature that is not known
             signature = inspect.signature(loss)
