@@ -116,6 +116,8 @@ def test_a_mask_is_released_after_its_call():
         (padding(), "attention_mask"),
         (REAL.float(), "attention_mask"),
         (~REAL, "src_key_padding_mask"),
+        (1 - REAL.float(), "src_key_padding_mask"),
+        (~REAL, "~pad"),
         ((1 - REAL.float()) * -1e9, "src_key_padding_mask"),
         (torch.where(REAL, 0.0, -torch.inf), "attention_mask"),
         ((1 - REAL.float())[:, None, None, :] * -1e9, "attention_mask"),
@@ -127,6 +129,17 @@ def test_a_mask_is_released_after_its_call():
 def test_every_way_to_write_a_mask_is_read(given, name):
     assert torch.equal(real_tokens(given, name), REAL)
     assert real_tokens(torch.zeros(2, 7)).all(), "nothing is added to any score"
+
+
+def test_a_name_that_does_not_say_what_true_means_is_a_warning():
+    model, x = built(lambda m, x, pad_mask=None: m.norm(x), norm=nn.LayerNorm(4)), torch.randn(2, 7, 4)
+    for name, real in (("pad_mask", REAL), ("~pad_mask", ~REAL)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            converted = convert(model, "batch(alpha=0.0)", mask_from=name).train()
+        assert ["~pad_mask" in str(each.message) for each in caught] == [True] * (name == "pad_mask")
+        converted(x, pad_mask=REAL)
+        torch.testing.assert_close(converted.norm.running[0], x[real].mean(0))
 
 
 def test_wrong_sources_of_masks_are_named():

@@ -101,8 +101,9 @@ def convert(
             `{"encoder.*": "un", "*.final_norm": "layer"}`. The first pattern that matches a norm's name applies; a
             norm that none matches stays.
         where: Called with name and norm; a norm for which it returns False stays.
-        mask_from: Name of the argument of the model's forward that marks real tokens, or rules from patterns of names
-            to arguments. The norms then leave padding out of their statistics. See `normkit.models.masks`.
+        mask_from: Name of the argument of the model's forward that marks real tokens (`~name`: padding), or rules from
+            patterns of names to arguments. The norms then leave padding out of their statistics. See
+            `normkit.models.masks`.
         inplace: Change the given model. By default it is copied.
 
     Returns:

@@ -22,9 +22,9 @@ def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
     A single name serves both halves of an encoder-decoder: if the forward also takes `decoder_<name>`, norms under a
     module called "decoder" get that one. The meaning of an argument follows from its shape and name:
 
-    - `[batch, tokens]`, bool or number: True or above 0.5 is real, or, if no float is above 0 or one is below -1 (they
-      are added to scores), above -1; in an argument named `...padding_mask` (PyTorch's) True, or a float below -1,
-      is padding;
+    - `[batch, tokens]`, bool or number: True or above 0.5 is real; in an argument named `...padding_mask` (PyTorch's),
+      or given as `~name`, as in Python, it is padding. If no float is above 0, or one is below -1, they are added to
+      scores, and real above -1;
     - `[batch, (heads,) queries, keys]`: True marks keys that a query attends to, numbers are added to the scores; a
       token to which any query attends is real.
 
@@ -38,13 +38,18 @@ def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
     Args:
         model: Model whose norms are normkit's.
         mask_from: Name of an argument, or rules from patterns of norm names to arguments; the first match applies.
+            `~name` is one in which True is padding.
 
     Raises:
         ValueError: If the forward has no such argument, or no norm takes a mask from it.
     """
     norms = {name: module for name, module in model.named_modules() if isinstance(module, Norm)}
     given, names = argument_of_norms(model, mask_from, norms), list(inspect.signature(model.forward).parameters)
-    others = [name for name in names if name not in given.values() and _alike(name, str(mask_from))]
+    used = set(given.values())
+    others = [name for name in names if not {name, f"~{name}"} & used and _alike(name, str(mask_from))]
+    for argument in sorted(used):
+        if any(word in argument.lower() for word in ("pad", "ignor")) and not _marks_padding(argument):
+            warn(f"in {argument} True counts as a real token; where it is padding give mask_from='~{argument}'")
     if isinstance(mask_from, str) and others:
         warn(
             f"the forward also takes {', '.join(others)}, and all norms take their mask from {mask_from}. If these are "
@@ -65,11 +70,12 @@ def argument_of_norms(model: nn.Module, mask_from: MaskFrom, norms: Iterable[str
     loose = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     rules = _rules(mask_from, names)
     for argument in rules.values():
-        if argument not in names and not loose:
+        if argument.removeprefix("~") not in names and not loose:
             raise ValueError(f"the forward has no argument {argument!r} to take masks from; it has {', '.join(names)}")
     matching = {name: [a for pattern, a in rules.items() if fnmatch.fnmatchcase(name, pattern)] for name in norms}
     found = {name: arguments[0] for name, arguments in matching.items() if arguments}
-    if unused := set(rules.values()) - set(found.values()) - {f"decoder_{mask_from}"}:
+    ours = set(rules.values()) - {mask_from} if isinstance(mask_from, str) else set()  # of a decoder without norms
+    if unused := set(rules.values()) - set(found.values()) - ours:
         raise ValueError(f"no norm takes its mask from {', '.join(sorted(unused))}; check the patterns of mask_from")
     return found
 
@@ -137,7 +143,9 @@ class Route:
         """Keep the arguments of this call."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         self._close()  # what an interrupt left open
-        _running.calls.append(MaskedCall(self, model, {name: given.get(name) for name in self.rules.values()}))
+        _running.calls.append(
+            MaskedCall(self, model, {name: given.get(name.removeprefix("~")) for name in self.rules.values()})
+        )
 
     def end(self, model: nn.Module, args: tuple, output: object) -> None:
         """End the call; warn of masks that did not fit, and of training that begins without any."""
@@ -242,15 +250,16 @@ def derived_mask(
     Of its arguments, `names`, others are masks of other tokens.
     """
     others = {name for name in names if not argument.endswith(name)}
+    inverted, argument = argument[: argument.startswith("~")], argument.removeprefix("~")
     found, frame = None, inspect.currentframe()
     while frame is not None:
         code, held = frame.f_code, frame.f_locals
         owner = held.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(owner, nn.Module):  # a method of a module
             for name, value in sorted(held.items(), key=lambda item: item[0] != argument):
-                if not isinstance(value, Tensor) or name in others or not _can_derive(name, value, argument):
+                if not isinstance(value, Tensor) or name in others or not _can_derive(name, value, argument, inverted):
                     continue
-                mask = fit(real_tokens(value, name), shape, time_first)
+                mask = fit(real_tokens(value, inverted + name), shape, time_first)
                 if mask is not None and not value.is_floating_point():
                     return mask
                 found = mask if found is None else found  # numbers that are added to scores may hold more than padding
@@ -267,11 +276,16 @@ def prolonged(mask: Tensor, x: Tensor, time_first: bool) -> Tensor:
     return mask if x.narrow(axis, tokens, rest).any() else nn.functional.pad(mask, (0, rest))
 
 
-def _can_derive(name: str, value: Tensor, argument: str) -> bool:
+def _can_derive(name: str, value: Tensor, argument: str, inverted: str) -> bool:
     """Return True for a variable that may hold a mask derived from an argument, by its name."""
     if name == "mask" != argument:
-        return value.dim() == 2 and not argument.endswith("padding_mask")
+        return value.dim() == 2 and not _marks_padding(inverted + argument)
     return value.dim() in (2, 3, 4) and (name == argument or _alike(name, argument))
+
+
+def _marks_padding(argument: str) -> bool:
+    """Return True for an argument in which True is padding."""
+    return argument.startswith("~") or argument.endswith("padding_mask")
 
 
 def _alike(name: str, argument: str) -> bool:
@@ -285,19 +299,19 @@ def real_tokens(given: Tensor, name: str = "attention_mask") -> Tensor:
     """Convert a model's mask to `[batch, tokens]`, True for real tokens.
 
     Examples:
-        >>> real_tokens(torch.tensor([[1, 1, 0]])).tolist()
-        [[True, True, False]]
+        >>> real_tokens(torch.tensor([[1, 1, 0]])).tolist(), real_tokens(torch.tensor([[1, 1, 0]]), "~pad").tolist()
+        ([[True, True, False]], [[False, False, True]])
     """
     if not isinstance(given, Tensor):
         raise TypeError(f"{name} must be a tensor for normkit to read a mask from it; got {type(given).__name__}")
     if given.dim() not in (2, 3, 4):
         allowed = "[batch, tokens] or [batch, (heads,) queries, keys]"
         raise ValueError(f"{name} must be {allowed}; got shape {tuple(given.shape)}")
-    padding = name.endswith("padding_mask")
+    padding = _marks_padding(name)
     if given.dtype.is_floating_point:
         real = given > -1
-        if given.dim() == 2 and not padding:
-            real = torch.where((given > 0).any() & real.all(), given > 0.5, real)
+        if given.dim() == 2:
+            real = torch.where((given > 0).any() & real.all(), (given > 0.5) ^ padding, real)
     else:
         real = given.bool() ^ padding
     return real if given.dim() == 2 else real.flatten(1, -2).any(1)
@@ -327,8 +341,10 @@ def _rules(mask_from: MaskFrom, names: list[str]) -> dict[str, str]:
         return dict(mask_from)
     if not isinstance(mask_from, str):
         raise TypeError(f"mask_from names an argument or is rules pattern -> name; got {type(mask_from).__name__}")
-    if f"decoder_{mask_from}" in names:
-        return {"decoder.*": f"decoder_{mask_from}", "*.decoder.*": f"decoder_{mask_from}", "*": mask_from}
+    bare = mask_from.removeprefix("~")
+    if f"decoder_{bare}" in names:
+        of_decoder = mask_from.replace(bare, f"decoder_{bare}")
+        return {"decoder.*": of_decoder, "*.decoder.*": of_decoder, "*": mask_from}
     return {"*": mask_from}
 
 
