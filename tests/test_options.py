@@ -115,6 +115,27 @@ def test_a_rule_may_return_a_buffer():
     assert norm.running[0, 0] == pytest.approx(0.9 + 0.1 * 100)
 
 
+@pytest.mark.parametrize(
+    ("value", "state", "grads", "named"),
+    [
+        (lambda b: b[0], "running", lambda b: b, "Stat.value"), (lambda b: b, "runing", lambda b: b, "runing"),
+        (lambda b: b, "running", lambda b: b[0], "gradient"),
+    ],
+)  # fmt: skip
+def test_rules_of_another_shape_or_buffer_are_named(value, state, grads, named):
+    """They would be broadcast over the channels."""
+
+    class Wrong(normkit.norms.StatNorm):
+        def train_stat(self, batch, step, count, buffers):
+            return normkit.norms.Stat(value(batch), {state: self.average(batch, buffers)})
+
+        def grad_stat(self, batch, step, saved, state):
+            return grads(batch), {}
+
+    with pytest.raises(ValueError, match=named):
+        Wrong(2)(torch.randn(4, 2, requires_grad=True)).sum().backward()
+
+
 def test_training_in_transforms_of_torch_func_and_in_forward_mode_raises():
     norm, x = normkit.make("un", 4), torch.randn(6, 4)
     state = {name: t.clone() for name, t in norm.named_buffers()}

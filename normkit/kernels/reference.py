@@ -16,7 +16,7 @@ from torch import Tensor
 
 from normkit.kernels import sync
 from normkit.kernels.records import StepStatistics, snapshot
-from normkit.kernels.rule import Rule, State, usable
+from normkit.kernels.rule import Rule, State, check_shape, usable
 
 # -- per token --------------------------------------------------------------------------------------------------------
 
@@ -273,6 +273,7 @@ def decide(
     batch = torch.where(ok, batch, state.running.to(batch.dtype))  # not finite, or all padding: as the average batch
     step = state.step + 1
     stat = rule.train_stat(batch, step, count, state)
+    check_shape("Stat.value", stat.value, batch)
     value, new = stat.value.clone(), stat.state  # the value may be a buffer, which changes below
     saved = tuple(t.clone() for t in stat.saved)
     if state.follows_optimizer:  # this batch is standardized by itself; the state changes by all batches together
@@ -291,6 +292,7 @@ def take_gradient(batch: Tensor, statistics: StepStatistics, rule: Rule, state: 
     saved = statistics.saved
     own = len(saved) // (1 + state.follows_optimizer)
     value, new = rule.grad_stat(batch, statistics.step, saved[:own], state)
+    check_shape("gradient statistics", value, batch)
     if not new:
         return value
     if not torch.compiler.is_compiling() and type(batch) is Tensor and not torch._C._has_storage(batch):

@@ -105,7 +105,12 @@ class State:
     def write(self, new: dict[str, Tensor], changes: Tensor) -> None:
         """Write new values into buffers where `changes` is True, without waiting for the device."""
         for name, value in new.items() if not self.fixed else ():
-            old = self.buffers[f"next_{name}" if self.follows_optimizer else name]
+            old = self.buffers.get(f"next_{name}" if self.follows_optimizer else name)
+            if old is None:
+                raise ValueError(
+                    f"a rule returned {name!r}, which is no buffer; the buffers are {', '.join(self.buffers)}"
+                )
+            check_shape(name, value, old)
             old.copy_(torch.where(changes, value, old))
 
     def join(self, name: str, batch: Tensor, count: Tensor, ok: Tensor, center: bool = False) -> tuple[Tensor, Tensor]:
@@ -148,6 +153,12 @@ def has_kernel_rule(kind: type) -> bool:
     """True if the class that defines the rules of `kind` also defines `kernel_rule`."""
     rules = {"train_stat", "grad_stat", "average", "kernel_rule"}
     return "kernel_rule" in vars(next(cls for cls in kind.__mro__ if rules & vars(cls).keys()))
+
+
+def check_shape(name: str, value: Tensor, like: Tensor) -> None:
+    """Raise a ValueError if a rule returned a value of another shape, which would be broadcast."""
+    if value.shape != like.shape:
+        raise ValueError(f"a rule returned {name} of shape {[*value.shape]}; it must be {[*like.shape]}")
 
 
 def push(window: Tensor, step: Tensor, entry: Tensor) -> Tensor:
