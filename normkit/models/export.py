@@ -1,7 +1,6 @@
 """Export a model to a file, run the file in its runtime, and compare."""
 
 import contextlib
-import inspect
 import io
 import logging
 import math
@@ -18,7 +17,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from normkit._util import as_path, is_number, require, require_flags, require_functions, warn
 from normkit.models.attention import with_fused_attention
@@ -31,8 +29,9 @@ from normkit.models.checks import (
     warn_untrained,
 )
 from normkit.models.difference import error
-from normkit.models.invoke import Call, Pick, check_batches, example_call, tensors
+from normkit.models.invoke import Call, Pick, check_batches, example_call
 from normkit.models.quantize import calibration, quantize
+from normkit.models.tensor_model import TensorModel, open_axes, picked, resized
 
 NORMALIZES = (  # parts of operation names, in ONNX or ATen, that compute or divide by statistics
     "layernorm", "layer_norm", "normalization", "rms_norm", "batch_norm", "group_norm", "native_norm", "div", "sqrt",
@@ -46,6 +45,7 @@ NOT_FOLLOWED = {  # errors of torch.export, and what may help
     "whether a mask is causal unless tgt_is_causal= is passed",
 }
 UNBOUNDED = 1 << 31  # sizes of axes that no branch limits
+FEWEST = 2  # size that PyTorch takes an open axis to have at least
 LONG = 4096  # tokens with which a model is tried once more, at most
 NEAR = 0.9  # cosine of outputs in integers below which `export` warns
 
@@ -61,10 +61,11 @@ class Exported:
         max_error: Largest difference to the model's outputs, relative to the largest output.
         cosine: Smallest cosine to an output of the model, in integers; None in float.
         dynamic: Open axes of each input, by its name.
-        outputs: Names of the outputs, in order; those of an .onnx file. A .pt2 file returns a tuple of them.
+        outputs: Names of the outputs, in order; those of an .onnx file. A .pt2 file returns one as it is, several as a
+            tuple.
         equal: Inputs whose lengths have to be equal in the file. Where the model takes others, give such an example.
         limits: Smallest and largest size (None: any) of an open axis, by input and axis, where the model branches on
-            that size alone.
+            that size alone. Of an .onnx file, those beyond which it computes something else, or the model fails.
     """
 
     path: Path
@@ -81,7 +82,12 @@ class Exported:
     def allowed(self) -> str:
         """The limits in words, such as "x 1 from 2 to 64"."""
         return "; ".join(
-            f"{k} from {low} {'on' if high is None else f'to {high}'}" for k, (low, high) in self.limits.items()
+            f"{k} from {low} on"
+            if high is None
+            else f"{k} up to {high}"
+            if low <= FEWEST
+            else f"{k} from {low} to {high}"
+            for k, (low, high) in self.limits.items()
         )
 
     @property
@@ -200,12 +206,16 @@ def export(
         if not worst <= tolerance:
             differ = f"outputs differ by {worst:.1e} in {made.runtime}; tolerance={tolerance:.1e} is allowed"
             raise ValueError(f"{path} computes something else than the model: {differ}")
+        limits, differs = (
+            _limits(wrapped, made, in_float, tolerance) if path.suffix == ".onnx" else (made.limits, False)
+        )
+        made = replace(made, limits=limits)
         if int8 is not None:
             quantize(in_float, new, [wrapped.feed(batch) for batch in batches] if static else None, stream)
             made, got = replace(made, operations=_operations(new)), _run(wrapped, new, wrapped.given)
         for file in sorted(new.parent.iterdir(), key=lambda file: file == new):  # the weights of a graph first
             file.replace(path.with_name(file.name))
-    if path.suffix == ".onnx" and _takes_beyond(wrapped, made):
+    if differs:
         warn(f"{path.name} computes what the model does for {made.allowed}; onnxruntime takes other sizes, too")
     if int8 is None:
         return replace(made, path=path, max_error=worst)
@@ -214,8 +224,8 @@ def export(
     if cosine < NEAR:
         warn(
             f"in 8-bit integers the outputs have a cosine of {cosine:.2f} to those in float, too little for most uses. "
-            "Export in float32, quantize with batches, or leave each norm as a multiply-add (multiply_adds=True, "
-            "--multiply-adds)"
+            "Export in float32, quantize with batches, or leave each norm as a multiply-add: "
+            "fold(..., multiply_adds=True), or remove-norms --multiply-adds"
         )
     return replace(made, path=path, max_error=error(tuple(got), expected), cosine=cosine)
 
@@ -233,62 +243,6 @@ def check_target(path: str | Path, int8: object, fuse_attention: bool = False) -
         option = "int8" if int8 is not None else "fuse_attention"
         raise ValueError(f"export({option}=) writes .onnx; got {path.name!r}")
     return path
-
-
-class TensorModel(nn.Module):
-    """A model whose inputs and outputs are tensors only, as exporters need it."""
-
-    def __init__(self, model: nn.Module, call: Call, outputs: Pick | None = None):
-        super().__init__()
-        self.model, self.call, self.outputs = model, call, outputs
-        self.given: tuple[Tensor, ...] = tuple(leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor))
-        known = list(inspect.signature(model.forward).parameters)
-        known += [f"input_{i}" for i in range(len(known), len(call.args))]  # of *args
-        paths = tensors((dict(zip(known, call.args, strict=False)), call.kwargs))
-        self.names = [path.split(".", 1)[1].replace(".", "_") for path in paths]
-        self.results: tuple[str, ...] = ()  # names of the outputs
-
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors of the output, in order."""
-        left = iter(inputs)
-        found = picked(tree_map_only(Tensor, lambda _: next(left), self.call).of(self.model), self.outputs)
-        return tuple(found.values())
-
-    def feed(self, given: Sequence[Tensor]) -> dict[str, Any]:
-        """Return inputs as arrays, by name."""
-        return {name: t.detach().numpy() for name, t in zip(self.names, given, strict=True)}
-
-
-def picked(output: Any, outputs: Pick | None) -> dict[str, Tensor]:
-    """Return the tensors of an output that are exported, by name; a ValueError if there are none."""
-    names = {id(tensor): path for path, tensor in tensors(output).items()} if outputs else {}
-    found = dict[str, Tensor]()
-    for path, tensor in tensors(output, outputs).items():
-        name = names.get(id(tensor), path).replace(".", "_")  # that of the model, if it is picked as it is
-        name = name if name[:1].isalpha() else f"output_{name}".rstrip("_")
-        found[f"{name}_{len(found)}" if name in found else name] = tensor
-    if not found:
-        where = f"the model output ({type(output).__name__})" if outputs is None else "what outputs= picks"
-        raise ValueError(f"export() found no tensor in {where}; pass outputs= that picks some")
-    return found
-
-
-def open_axes(given: tuple[Tensor, ...], tokens: bool = True) -> Any:
-    """Return dynamic shapes: the batch, and with `tokens` the axes of tokens if the model allows it.
-
-    The batch is the first axis of all tensors with the most common length; None if it is below 2.
-    """
-    sizes = [t.shape[0] for t in given if t.dim()]
-    batch = max(set(sizes), key=sizes.count) if sizes else 0
-    if batch < 2:
-        return None
-    found = []
-    for t in given:
-        axes: dict[int, Any] = {0: torch.export.Dim.DYNAMIC} if t.dim() and t.shape[0] == batch else {}
-        if tokens and t.dim() in (2, 3) and axes and t.shape[1] > 1 and (t.dim() == 3 or not t.is_floating_point()):
-            axes[1] = torch.export.Dim.AUTO  # PyTorch fixes what the model fixes
-        found.append(axes or None)
-    return {"inputs": tuple(found)}
 
 
 def program_of(model: nn.Module, *example: Tensor, dynamic_shapes: Any = None) -> torch.export.ExportedProgram:
@@ -332,7 +286,7 @@ def _write(model: TensorModel, path: Path, shapes: Any, fused: bool) -> tuple[Ex
         for name, t in zip(model.names, inputs, strict=True)
         for axis in axes.get(name, ())
         if (bounds := program.range_constraints.get(t.shape[axis].node.expr))
-        and (bounds.lower > 2 or bounds.upper < UNBOUNDED)
+        and (bounds.lower > FEWEST or bounds.upper < UNBOUNDED)
     }
     lengths = {name: str(t.shape[1]) for name, t in zip(model.names, inputs, strict=True) if 1 in axes.get(name, ())}
     equal = tuple(name for name, length in lengths.items() if [*lengths.values()].count(length) > 1)
@@ -367,46 +321,56 @@ def _takes_other_sizes(model: TensorModel, path: Path, axes: dict, tolerance: fl
         given = list(model.given)
         for i, name in enumerate(model.names):
             for axis in axes.get(name, ()):
-                given[i] = _resized(given[i], axis, given[i].shape[axis] + more)
+                given[i] = resized(given[i], axis, given[i].shape[axis] + more)
         try:
             with torch.no_grad():
-                expected = model(*(t.clone() for t in given))
+                expected = model.all_outputs(*(t.clone() for t in given))
         except Exception:  # such as beyond its positions
             continue
         try:
             got = _run(model, path, given)
         except Exception:
             return False
-        return error(tuple(got), tuple(expected)) <= tolerance
+        return error(tuple(got), expected) <= tolerance
     return False
 
 
-def _takes_beyond(model: TensorModel, made: Exported) -> bool:
-    """Return True if the model itself runs beyond a limit of the file.
+def _limits(model: TensorModel, made: Exported, path: Path, tolerance: float) -> tuple[dict[str, tuple], bool]:
+    """Return the limits of a file in float that hold, and whether the model itself goes on beyond one.
 
-    A limit that is very large is not tried, and counts.
+    Exporters also report sizes that only choose between equal ways to compute. So sizes beyond a limit are tried; one
+    that is very large is not, and counts.
     """
+    held, differs = {}, False
     for limited, (low, high) in made.limits.items():
         axis = int(limited.rsplit(" ", 1)[1])
         opened = [axis in made.dynamic.get(name, ()) for name in model.names]
-        above = [high + 1] if high is not None and high < LONG else []
-        for size in [low - 1] * (low > 2) + above:
-            given = [_resized(t, axis, size) if open_ else t for t, open_ in zip(model.given, opened, strict=True)]
-            with suppress(Exception), torch.no_grad():
-                model(*(t.clone() for t in given))
-                return True
-    return any(high is not None and high >= LONG for _, high in made.limits.values())
-
-
-def _resized(t: Tensor, axis: int, size: int) -> Tensor:
-    """Cut a tensor, or repeat its last element, along an axis."""
-    return t.index_select(axis, torch.arange(size, device=t.device).clamp(max=t.shape[axis] - 1))
+        is_long = high is not None and high >= LONG
+        beyond = [*range(low - 1, 0, -1)][:FEWEST] + ([high + 1] if high is not None and not is_long else [])
+        holds, goes_on = is_long, is_long
+        for size in beyond:
+            given = [resized(t, axis, size) if open_ else t for t, open_ in zip(model.given, opened, strict=True)]
+            try:
+                with torch.no_grad():
+                    expected = model.all_outputs(*(t.clone() for t in given))
+            except Exception:  # such as beyond its positions
+                holds = True
+                continue
+            with suppress(Exception):
+                if error(tuple(_run(model, path, given)), expected) <= tolerance:
+                    continue
+            holds = goes_on = True
+        if holds:
+            held[limited] = (low, high)
+        differs |= goes_on
+    return held, differs
 
 
 def _run(model: TensorModel, path: Path, given: Sequence[Tensor]) -> list[Tensor]:
     """Run a file."""
     if path.suffix == ".pt2":
-        return list(torch.export.load(path).module()(*given))
+        found = torch.export.load(path).module()(*given)
+        return [found] if isinstance(found, Tensor) else list(found)
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
