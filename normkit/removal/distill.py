@@ -47,16 +47,20 @@ class Comparison(NamedTuple):
             return F.kl_div(x.log_softmax(-1), y.log_softmax(-1), reduction="none", log_target=True).sum(-1)
         return (1 - F.cosine_similarity(x, y, dim=-1)).clamp_min(0)  # rounding may leave -1e-8
 
-    @torch.no_grad()
     def mean(self, model: nn.Module, batches: Iterable[Any]) -> float:
-        """Return the mean distance over real positions; of `[batch, time, channels]`, of the means."""
+        """Return the mean of `distances`."""
+        return float(self.distances(model, batches).double().mean())
+
+    @torch.no_grad()
+    def distances(self, model: nn.Module, batches: Iterable[Any]) -> Tensor:
+        """Return the distances of real positions; of `[batch, time, channels]`, of the means over time."""
         found = []
         for batch in batches:
             mask, theirs, mine = self.mask(batch), self.values(self.original, batch), self.values(model, batch)
             if not self.logits and mine.dim() == 3:
                 mask, theirs, mine = None, pooled(theirs, mask), pooled(mine, mask)
             found.append(self.distance(mine, theirs, mask))
-        return float(torch.cat(found).double().mean())
+        return torch.cat(found)
 
     def loss(self, sites: Sequence[str]) -> Loss:
         """Return a loss for `train`: distances of outputs and of what the modules `sites` return."""

@@ -31,6 +31,7 @@ from normkit.removal.texts import SHORTEST, Texts, read_text, split
 
 LONGEST = 512  # tokens of a text by default, where the model takes more
 LENGTHS = (16, 64, 256, 1024)  # tokens at which the report measures, up to the longest text
+SHORT = 4  # of the shortest texts, which are least alike
 ITEMS = 128  # texts at each length
 WINDOWS, SCORED = 4, 32  # texts to score on, for language models and others
 PROMPT, CONTINUED = 16, 24  # tokens
@@ -242,10 +243,11 @@ def _rows(kind: str, model: Any, original: Any, texts: Texts) -> list[dict[str, 
     lengths = [*(n for n in LENGTHS if n < texts.length), texts.length]
     if kind != "causal":
         compare, rows = Comparison(original, None, kind == "head", None, mask_of), []
-        for batches in (texts.of_length(length, ITEMS) for length in lengths):
+        for batches in (texts.of_length(length, ITEMS) for length in (SHORT, *lengths)):
             tokens = sum(int(mask.sum()) for batch in batches if (mask := mask_of(batch)) is not None) / ITEMS
-            distance = compare.mean(model, batches)
-            likeness = {"divergence, nats": distance} if kind == "head" else {"cosine": 1 - distance}
+            each = compare.distances(model, batches).double()
+            mean, most = float(each.mean()), float(each.max())
+            likeness = {"divergence, nats": mean} if kind == "head" else {"cosine": 1 - mean, "least cosine": 1 - most}
             rows.append({"tokens": round(tokens), **likeness})
         return rows
     pairs = [[_next_tokens(each, b) for each in (original, model)] for b in texts.of_length(lengths[-1], WINDOWS)]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from normkit._util import write_whole
+from normkit._util import warn, write_whole
 
 STATE = ".removal"  # folder of the state, which goes at the end
 
@@ -35,6 +35,8 @@ def claimed(path: Path, out: Path, settings: Mapping[str, Any], resume: bool) ->
     """
     check_out(path, out, resume)
     state, now = out / STATE, {"model": str(path.resolve()), **settings}
+    if resume and not (state / "checkpoint.pt").is_file():
+        warn(f"nothing was saved in {out} before the interruption; the training begins again")
     if resume and (state / "settings.json").is_file():
         before = json.loads((state / "settings.json").read_text(encoding="utf8"))
         if changed := [f"{key} was {before.get(key)}" for key in now if now[key] != before.get(key)]:
