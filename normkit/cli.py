@@ -199,14 +199,16 @@ def fold(given: argparse.Namespace) -> int:
     """Fold the norms of a model away, and verify in float64 that nothing changed.
 
     A model whose norms compute statistics keeps its architecture: their gains become 1, and any program that opens the
-    original opens the result. Its outputs stay, for sentence-transformers the last hidden states, too; others are
-    scaled.
+    original opens the result. Its logits stay, or all outputs of a model without logits, and for sentence-transformers
+    the last hidden states. Others, such as the states of T5's encoder, are scaled.
     """
     Progress()("loading, tracing, folding, and comparing in float64", 0, 1, math.nan)
     found = fold_dir(given.model, given.out, given.untie)
     _write(str(found))
     if given.untie and not found.untied:
         _write("--untie changed nothing: no output layer is tied to an embedding")
+    if any("tied to an embedding" in row.why for row in found) and found.count("gain folded"):
+        _write("for rotation all gains have to be 1: fold again with --untie, into another folder")
     if all(row.action == "kept" for row in found) and not found.untied:
         _write("no norm changed, so this is a copy; `normkit remove-norms` takes out norms that compute statistics")
     _write(f"saved to {given.out}")

@@ -247,7 +247,9 @@ class Relations:
             self._keep(uses, differ)
             return
         mixed = len({use.takes_shift for use in uses}) > 1
-        own = f"fold(untie=True) gives the output layer a copy of its own, {self.trace.sizes[name]:,} parameters more"
+        own = (
+            f"untie=True (--untie) gives the output layer a copy of its own, {self.trace.sizes[name]:,} parameters more"
+        )
         untied = f"{name} is tied to an embedding; {own}"
         first: dict[View, Product] = {}  # use of each view
         for use in sorted(uses, key=lambda use: not use.takes_shift):

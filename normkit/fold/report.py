@@ -70,15 +70,17 @@ class Audit:
         """A row for each norm."""
         lines = [("norm", "is", "becomes", "into, or why not")]
         for row in self.rows:
-            text = "; ".join(part for part in (", ".join(row.into), row.why) if part)
+            text = "; ".join(part for part in (listed(row.into, 4), row.why) if part)
             lines.append((row.name or "(the model)", row.norm, row.action, text))
         return align(lines)
 
     @property
     def summary(self) -> str:
         """Numbers of norms, and what was taken as given."""
-        gains, known = self.count("gain folded"), [f"{self.foldable} norms fold away"]
-        known += [f"{gains} that stay lose their gain"] * bool(gains)
+        gains, rms, gone = self.count("gain folded"), self.count("rms"), self.count(*GONE)
+        known = [f"{self.foldable} norms fold away"] * (gone > 0 or not gains + rms)
+        known += [f"{rms} of {len(self)} norms become RMSNorm"] * bool(rms)
+        known += [f"{gains} of {len(self)} norms stay, and lose their gain"] * bool(gains)
         left = self.count("multiply-add", "add")
         known += [f"a multiply-add or an addition is left of {left}"] * bool(left)
         known += [f"{self.untied:,} added by untying"] * bool(self.untied)
@@ -124,8 +126,8 @@ class Report(Audit):
         zero += f"\nwithout the norms that others cancel {self.eps_error:.1e}, by eps" * bool(self.eps_error)
         text = (
             f"{super().summary}\ncompared on: {'; '.join(self.tried)}\n"
-            f"largest error {self.max_error:.1e} in float64, {self.native_error:.1e} once rounded to the model's type"
-            f"{zero}\n{self.saved:,} parameters saved"
+            f"largest error, the largest output being 1: {self.max_error:.1e} in float64, {self.native_error:.1e} once "
+            f"rounded to the model's type{zero}" + f"\n{self.saved:,} parameters saved" * bool(self.saved)
         )
         if self.largest_factor > UNEVEN:
             text += (
