@@ -203,7 +203,8 @@ def keep_statistics() -> tuple[AbstractContextManager[Any], AbstractContextManag
     """Keep the decisions of norms when `torch.compile` recomputes activations.
 
     They are a few numbers for each norm. Pass it as `context_fn`, and compile the function that calls `checkpoint`:
-    otherwise compiled norms with batch statistics raise a RuntimeError. Eager norms do not need it.
+    otherwise compiled norms with batch statistics raise a RuntimeError. Eager norms do not need it. With masks
+    (`convert(..., mask_from=)`) the graph breaks at the checkpoint, so compile without `fullgraph=True`.
 
     Returns:
         The two context managers that `torch.utils.checkpoint.checkpoint` expects.

@@ -27,8 +27,9 @@ def scale_loss(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
 
     Yields:
         A function that returns the loss of the forwards with gradients since its last call: the squared relative
-        deviation of each real token's root mean square from the batch's, averaged over tokens and sites. It raises a
-        ValueError if there were none, as under reentrant checkpointing.
+        deviation of each token's root mean square from the batch's, averaged over tokens and sites. Padding is left out
+        where the norm has a mask (`convert(..., mask_from=)`). It raises a ValueError if there were none, as under
+        reentrant checkpointing.
 
     Examples:
         >>> model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
