@@ -3,7 +3,7 @@
 import ast
 from typing import Any
 
-from normkit._util import pick
+from normkit._util import pick, unknown
 from normkit.kernels.rule import Stat
 from normkit.norms._base import Norm, RowNorm, Split
 from normkit.norms._options import option_defaults
@@ -115,4 +115,6 @@ def options(name: str) -> dict[str, object]:
     >>> options("rms")
     {'eps': 1e-05, 'affine': True, 'bias': False, 'eps_at': 'inside', 'groups': 1}
     """
+    if isinstance(name, str) and name not in NORMS:
+        raise unknown(NORMS, name, "norm", "; one of your own is added to nk.NORMS, in commands by --import FILE")
     return option_defaults(pick(NORMS, name, "norm"))

@@ -257,12 +257,14 @@ def report(
     if figure == "list":
         _write(align([[name, figures.title(name)] for name in figures.FIGURES]))
         return 0
+    if figure:
+        pick(figures.FIGURES, figure, "figure")
     if not paths:
         raise ValueError("no path is given; try `papers report runs/demo`")
     allowed = "a name that ends in .html; the page has buttons that save a chart as picture"
     require(out is None or out.suffix == ".html", "--out", str(out), allowed)
-    if figure:
-        pick(figures.FIGURES, figure, "figure")
+    for folder in results.unfinished(paths):
+        _complain(f"left out, as it has not ended: {folder}")
     if compare:
         _write(summary.text(results.find(paths)))
         return 0
@@ -407,9 +409,12 @@ def _list(found: tuple[list[list[str]], dict[str, str]]) -> int:
 def _show(found: Mapping[Path, Any], out: Path) -> None:
     """Print the table of runs, and write their page."""
     from normkit_papers.report import page, summary
+    from normkit_papers.report.recorded import recorded
 
     if found:
         _write(summary.text(found))
+        for fault in [fault for run in recorded(found) for fault in page.faults(run)]:
+            _write(fault)
         made = page.Page(f"Report of {out.name}")
         page.add_runs(made, found)
         _write(f"report: {made.write(out / 'report.html')}")

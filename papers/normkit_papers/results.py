@@ -44,6 +44,12 @@ def ended(folder: Path) -> dict[str, Any] | None:
     return None if found is None or found["status"].startswith("interrupted") else found
 
 
+def unfinished(paths: Iterable[str | Path]) -> list[Path]:
+    """Return the folders of runs, at any depth, that have no result."""
+    runs = (file.parent for path in paths for file in sorted(Path(path).rglob("run.json")))
+    return [folder for folder in dict.fromkeys(runs) if not exists(folder)]
+
+
 def find(paths: Iterable[str | Path]) -> dict[Path, dict[str, Any]]:
     """Read all results in files and folders, at any depth, by the folder of each.
 

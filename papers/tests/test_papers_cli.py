@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import signal
 import sys
 import time
@@ -180,6 +181,9 @@ def test_reports_of_runs_rows_and_figures(demo, tmp_path, capsys):
     capsys.readouterr()
     assert main(["report", str(demo / "layer"), str(demo / "un"), "--compare"]) == 0
     assert {"layer", "un"} <= set(capsys.readouterr().out.split())
+    shutil.copytree(demo / "un", tmp_path / "un", ignore=shutil.ignore_patterns("result.json"))
+    assert main(["report", str(demo / "layer"), str(tmp_path / "un"), "--compare"]) == 0
+    assert f"not ended: {tmp_path / 'un'}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -195,6 +199,7 @@ def test_reports_of_runs_rows_and_figures(demo, tmp_path, capsys):
         (["train", "vit_digit"], "'vit_digits'"),
         ([*SHORT, "--seeds", "0"], "--seeds"),
         (["report"], "no path"),
+        (["report", "--figure", "pn.figure9"], "pn.figure"),
         (["report", "/nowhere"], "/nowhere"),
         (["report", "/nowhere.csv"], "/nowhere.csv"),
         (["use", "translate", "/nowhere"], "/nowhere"),
