@@ -180,6 +180,33 @@ def flat():
     return built(forward, attention=nn.MultiheadAttention(8, 2), norm=nn.LayerNorm(8))
 
 
+def test_where_lengths_are_equal_the_layout_is_that_of_other_norms_or_a_warning():
+    """A model with the batch first, which transposes for an attention that wants time first."""
+
+    def forward(m, x, attention_mask=None):
+        h = m.first(x).transpose(0, 1)
+        x = x + m.attend(h, h, h)[0].transpose(0, 1)
+        return m.second(x.flatten(0, 1)).view_as(x)
+
+    def make(**own):
+        model = built(forward, first=nn.LayerNorm(4), attend=nn.MultiheadAttention(4, 2), second=nn.LayerNorm(4), **own)
+        return convert(model, "batch(alpha=0.0)", mask_from="attention_mask").train()
+
+    square = torch.arange(5) < torch.tensor([5, 4, 3, 2, 1])[:, None]
+    model, x = make(), torch.randn(5, 5, 4)
+    with pytest.warns(UserWarning, match="batch_first"):
+        model(x, attention_mask=square)
+    model(torch.randn(2, 7, 4), attention_mask=padding())
+    for each in (model, make(batch_first=True)):
+        each(x, attention_mask=square)
+        torch.testing.assert_close(each.first.running[0], x[square].mean(0))
+    wide = convert(built(lambda m, x, attention_mask: m.norm(x), norm=nn.LayerNorm(4)), "batch(alpha=0.0)",
+                   mask_from="attention_mask").train()  # fmt: skip
+    for heads in (3, 7):  # [batch, heads, tokens], then with as many heads as tokens
+        wide(x := torch.randn(2, heads, 7, 4), attention_mask=padding())
+    torch.testing.assert_close(wide.norm.running[0], x.transpose(1, 2)[REAL].mean((0, 1)))
+
+
 def test_flattened_tokens_of_a_model_with_time_first_keep_their_mask():
     x, padding = torch.randn(4, 2, 8), torch.tensor([[False] * 4, [False, False, True, True]])
     x[padding.T] = 100.0

@@ -319,7 +319,9 @@ def test_trainings_that_cannot_be_right_are_warnings():
     with pytest.warns(UserWarning, match="no gradient reached"), normkit.record(model, every=1, loss=criterion):
         criterion(model(x).detach(), x)
     with pytest.warns(UserWarning, match="came into the model"), normkit.record(model, every=1):
-        model.append(nn.LayerNorm(6))
+        model.append(nn.LayerNorm(6).double())(x)
+    with pytest.warns(UserWarning, match="unset"), normkit.record(model, every=1, loss=lambda: unset):  # noqa: F821
+        model(x), model(x)
     with pytest.raises(ValueError, match="loss"), normkit.record(model, loss=nn.MSELoss):
         pass
 
@@ -403,8 +405,8 @@ def test_wrong_arguments_leave_no_hooks(tmp_path):
         with pytest.raises(error, match=name), normkit.record(model, **options):
             model(torch.ones(2, 3))
         assert not isinstance(model, nn.Module) or not (model._forward_hooks or model._forward_pre_hooks)
-    with normkit.record(nn.Linear(4, 4), every=1, quantities=["gradient_norm"]):
-        pass
+    with normkit.record(line := nn.Linear(4, 4), every=1, quantities=["gradient_norm"]):
+        line(torch.ones(2, 4))
 
 
 def test_every_quantity_is_recorded_somewhere():
@@ -489,3 +491,9 @@ def test_the_loss_of_trainer_is_that_of_one_batch():
     with normkit.record(model, every=1) as rows:
         model(input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(4 * 8))["loss"].backward()
     assert only(rows, "loss") == [pytest.approx(expected, rel=1e-5)]
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    classifier = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=16, **small)).train()
+    with normkit.record(classifier, every=1) as rows:  # does not divide
+        out = classifier(input_ids=ids, labels=torch.tensor([0, 1]), num_items_in_batch=torch.tensor(8))
+        out["loss"].backward()
+    assert only(rows, "loss") == [pytest.approx(out["loss"].item(), rel=1e-5)]

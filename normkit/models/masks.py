@@ -28,6 +28,10 @@ def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
     - `[batch, (heads,) queries, keys]`: True marks keys that a query attends to, numbers are added to the scores; a
       token to which any query attends is real.
 
+    Where batch and length differ, norms' inputs show their layout. Before, `batch_first` of the model decides (set it
+    where needed), else that of its modules, else the batch is first; where both are equal, a warning says what was
+    taken.
+
     A mask belongs to the forward that runs, so copies of norms and models, and norms that models share, follow their
     own call. Where a mask does not fit a norm's input, the mask that the model itself derives from it is used: padded,
     subsampled or joined with another one (`derived_mask`; not in compiled code). Zeros that the model appends to the
@@ -56,7 +60,8 @@ def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
             f"masks of other tokens, give rules: mask_from={{'decoder.*': {others[0]!r}, '*': {mask_from!r}}}"
         )
     remove_routes(model)
-    route, time_first = Route(names, _rules(mask_from, names)), is_time_first(model)
+    time_first, known = is_time_first(model), isinstance(getattr(model, "batch_first", None), bool)
+    route = Route(names, _rules(mask_from, names), known or _layouts(model) == {True})
     for name, argument in given.items():
         norms[name].register_forward_pre_hook(GiveMask(argument, time_first), with_kwargs=True)
     model.register_forward_pre_hook(route.begin, with_kwargs=True)
@@ -134,8 +139,10 @@ class MaskedCall:
 class Route:
     """Hooks of a model that open and close its calls. They keep no tensor, so that copies share nothing."""
 
-    def __init__(self, names: list[str], rules: dict[str, str]):
+    def __init__(self, names: list[str], rules: dict[str, str], is_layout_known: bool):
         self.names, self.rules = names, rules  # all arguments of the forward; patterns of norms' names -> argument
+        self.is_layout_known = is_layout_known
+        self.layouts = set[bool]()  # that norms have shown: True where time is first
         self.warned: set[str] = set()  # names of norms
         self.began = False  # a training step has ended
 
@@ -187,6 +194,7 @@ class GiveMask:
 
     def __init__(self, argument: str, time_first: bool):
         self.argument, self.time_first = argument, time_first
+        self.is_shown = self.heads_second = False  # the layout, by an input
         self.last: MaskedCall | None = None  # for what activation checkpointing recomputes
 
     def __call__(self, norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -211,9 +219,8 @@ class GiveMask:
         mask = None if call is None else call.mask(argument)
         if call is None or mask is None:
             return None
-        if mask.shape[0] != mask.shape[1] and shape in (mask.shape, mask.shape[::-1]):
-            self.time_first = shape != mask.shape  # known from here on, where both lengths are equal, too
-        fitted = fit(mask, shape, self.time_first)
+        self._see_layout(norm, call, mask, shape, warns=follows)
+        fitted = fit(mask, shape, self.time_first, self.heads_second)
         if fitted is None and follows and not is_recomputed():
             fitted = derived_mask(argument, shape, self.time_first, call.model, call.route.names)
             if fitted is None:
@@ -225,6 +232,26 @@ class GiveMask:
         if fitted is None and norm.training and not norm.batch_free and len(shape) > 1:  # not for one token a sequence
             call.unfit[norm] = argument, mask.shape[1], tuple(shape)
         return fitted
+
+    def _see_layout(self, norm: nn.Module, call: MaskedCall, mask: Tensor, shape: torch.Size, warns: bool) -> None:
+        """Keep the layout that an input shows, for those that do not: of equal lengths, or flattened."""
+        route, is_square = call.route, mask.shape[0] == mask.shape[1]
+        if len(shape) == 3 and shape[1] != shape[2]:
+            self.heads_second = shape[1] != mask.shape[1]
+        if not is_square and shape in (mask.shape, mask.shape[::-1]):
+            self.time_first, self.is_shown = shape != mask.shape, True
+            if not torch.compiler.is_compiling():
+                route.layouts.add(self.time_first)
+        elif not self.is_shown and len(route.layouts) == 1:
+            (self.time_first,) = route.layouts
+        elif not (self.is_shown or route.is_layout_known) and warns and is_square and shape == mask.shape:
+            route.is_layout_known = True  # one warning
+            name = next(name for name, module in call.model.named_modules() if module is norm)
+            taken = "[tokens, batch]" if self.time_first else "[batch, tokens]"
+            warn(
+                f"batch and length are {shape[0]}, so the layout of what {name} reads cannot be seen; it is taken as "
+                f"{taken}. Set model.batch_first before convert(), or begin with a batch of another length"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "last": None}
@@ -317,7 +344,7 @@ def real_tokens(given: Tensor, name: str = "attention_mask") -> Tensor:
     return real if given.dim() == 2 else real.flatten(1, -2).any(1)
 
 
-def fit(mask: Tensor, shape: torch.Size, time_first: bool) -> Tensor | None:
+def fit(mask: Tensor, shape: torch.Size, time_first: bool, heads_second: bool = False) -> Tensor | None:
     """Fit a mask `[batch, tokens]` to an input with `x.shape[:-1] == shape`, or return None."""
     if len(shape) < 3 and time_first:
         mask = mask.T
@@ -328,11 +355,11 @@ def fit(mask: Tensor, shape: torch.Size, time_first: bool) -> Tensor | None:
         heads, rest = divmod(shape[0], max(batch * tokens, 1))
         return None if rest else mask.flatten().repeat_interleave(heads)
     if batch == 1 and shape[0] != 1 and not time_first:  # one mask for the whole batch
-        return fit(mask.expand(shape[0], tokens), shape, time_first)
-    if len(shape) == 3 and tuple(shape[:2]) == (batch, tokens):  # [batch, tokens, heads]
-        return mask[:, :, None].expand(shape)
-    if len(shape) == 3 and (shape[0], shape[2]) == (batch, tokens):  # [batch, heads, tokens]
-        return mask[:, None, :].expand(shape)
+        return fit(mask.expand(shape[0], tokens), shape, time_first, heads_second)
+    if len(shape) == 3:  # [batch, tokens, heads], or [batch, heads, tokens]
+        places = {1: mask[:, :, None], 2: mask[:, None, :]}
+        fits = [place for place in places if (shape[0], shape[place]) == (batch, tokens)]
+        return places[fits[-1 if heads_second else 0]].expand(shape) if fits else None
     return None
 
 
@@ -349,6 +376,11 @@ def _rules(mask_from: MaskFrom, names: list[str]) -> dict[str, str]:
 
 
 def is_time_first(model: nn.Module) -> bool:
-    """Return True if modules have `batch_first` and it is off, as in PyTorch's by default."""
-    layouts = {m.batch_first for m in model.modules() if isinstance(getattr(m, "batch_first", None), bool)}
-    return layouts == {False}
+    """Return True if `batch_first` of the model, or else of all modules that have it, is off."""
+    own = getattr(model, "batch_first", None)
+    return not own if isinstance(own, bool) else _layouts(model) == {False}
+
+
+def _layouts(model: nn.Module) -> set[bool]:
+    found: list[Any] = [getattr(module, "batch_first", None) for module in model.modules()]
+    return {each for each in found if isinstance(each, bool)}

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from normkit.watch.checks import CHECKS, NOT_CHECKED, OFTEN, Check, Finding, format_sites
+from normkit.watch.checks import CHECKS
+from normkit.watch.findings import NOT_CHECKED, OFTEN, Check, Finding, format_sites
 from normkit.watch.rows import Recording, Row, read
 from normkit.watch.sites import traits
 
@@ -69,7 +70,7 @@ def diagnose(rows: Iterable[Row] | Recording | str | Path) -> Findings:
 def _recording(rows: Iterable[Row] | Recording) -> Recording:
     found = rows if isinstance(rows, Recording) else Recording(rows)
     if not found.quantities:
-        raise ValueError("there are no rows to judge; normkit.record records training forwards, after model.train()")
+        raise ValueError("there are no rows to judge: normkit.record records forwards of the model in training mode")
     return found
 
 
