@@ -157,7 +157,7 @@ def results() -> str:
             if path is None or not made.runs:
                 continue
             tables += ["", f"## {name}, {scale}", "", STUDIES[name].title, "", *table(*_split(grid(made)))]
-            tables += ["", *(f"- {line}" for line in remarks(made))]
+            tables += ["", *(f"- {html.escape(line, quote=False)}" for line in remarks(made))]
             verdict, reasons = judge(made)
             tables += [f"- Verdict: {verdict}.", *(f"    - {reason}" for reason in reasons)]
             verdicts.append([f"{name}, {scale}", verdict, STUDIES[name].claim, ran(made)])
@@ -169,7 +169,7 @@ def results() -> str:
         if path is not None:
             made = build(STUDIES[name], "pocket", rows)
             ours += ["", f"### {name}", "", STUDIES[name].title, "", *table(*_split(grid(made)))]
-            ours += ["", *(f"- {line}" for line in remarks(made))]
+            ours += ["", *(f"- {html.escape(line, quote=False)}" for line in remarks(made))]
     return "\n".join([*lines, *tables, "", "## Our own studies", *ours])
 
 

@@ -67,7 +67,8 @@ def main():
     ids, q = torch.randint(3, model.config.vocab_size, (2, 12)), rotation(model.config.hidden_size)
     expected = model(ids).logits
     folded, report = nk.fold(model, input_ids=ids, outputs=lambda out: out.logits, untie=True)
-    print(report.count("gain folded"), "gains folded")
+    gains = report.count("gain folded")
+    print(gains, "gains folded" if gains else "gains folded, as all were 1: FOLDER was folded before")
     for name, each in (("after the fold", folded), ("without it", model)):
         difference = (rotated(each, q)(ids).logits - expected).abs().max() / expected.abs().max()
         print(f"rotated {name}, logits differ by {float(difference):.1e} of the largest")

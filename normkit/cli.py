@@ -207,7 +207,8 @@ def fold(given: argparse.Namespace) -> int:
     _write(str(found))
     if given.untie and not found.untied:
         _write("--untie changed nothing: no output layer is tied to an embedding")
-    if any("tied to an embedding" in row.why for row in found) and found.count("gain folded"):
+    tied = [row for row in found if "tied to an embedding" in row.why]
+    if tied and found.count("gain folded") == len(found) - len(tied) and all("rms" in row.norm for row in found):
         _write("for rotation all gains have to be 1: fold again with --untie, into another folder")
     if all(row.action == "kept" for row in found) and not found.untied:
         _write("no norm changed, so this is a copy; `normkit remove-norms` takes out norms that compute statistics")

@@ -204,6 +204,15 @@ def test_branches_on_lengths_limit_the_axis_or_fix_it(tmp_path):
     assert (fixed.limits, fixed.dynamic) == ({}, {"x": (0,)})
 
 
+def test_a_model_with_time_first_and_a_mask_keeps_its_axes_open(tmp_path):
+    def forward(m, x, padding):
+        return m.head(m.norm(x + m.attend(x, x, x, key_padding_mask=padding, need_weights=False)[0]))
+
+    model = built(forward, attend=nn.MultiheadAttention(8, 2), norm=make("batch", 8), head=nn.Linear(8, 2)).eval()
+    done = export(model, tmp_path / "m.onnx", torch.randn(6, 3, 8), torch.zeros(3, 6, dtype=torch.bool))
+    assert done.dynamic == {"x": (0, 1), "padding": (0, 1)}
+
+
 def test_bad_input_raises_before_anything_is_written(tmp_path, monkeypatch):
     model, x, path = nn.Sequential(make("un", 4), nn.Linear(4, 2)).eval(), torch.randn(2, 4), tmp_path / "m.pt2"
     (tmp_path / "folder.pt2").mkdir()

@@ -52,8 +52,8 @@ def fold(
         *example: The arguments of a call of the model, or one batch of a loader that is a mapping of keywords.
         outputs: Picks what you use of the model's output, such as `lambda out: out.logits`. What you use cannot change,
             so a norm whose output it is stays.
-        untie: Give an output layer that is tied to an embedding a copy of its own. Offline norms do not need it; it
-            lets the gain of a last norm that computes statistics vanish. In the configuration of a Hugging Face model,
+        untie: Give an output layer that is tied to an embedding a copy of its own. It lets the gain of a last norm
+            vanish that computes statistics, or is negative. In the configuration of a Hugging Face model,
             `tie_word_embeddings` becomes False, unless the model ties other weights as well (T5, BART).
         other_shapes: Also verify with other lengths and sizes. False suits a model that will never see another length
             or size (Swin at a multiple of its window, where nothing is padded).

@@ -124,14 +124,15 @@ class Report(Audit):
         if self.max_error == 0 and any(row.into for row in self):  # rounding leaves an error where norms matter
             zero = "\nno output changed by a single bit: where layers after the norms are zero, this shows nothing"
         zero += f"\nwithout the norms that others cancel {self.eps_error:.1e}, by eps" * bool(self.eps_error)
+        saved = f"\n{abs(self.saved):,} parameters {'saved' if self.saved > 0 else 'more'}" * bool(self.saved)
         text = (
             f"{super().summary}\ncompared on: {'; '.join(self.tried)}\n"
             f"largest error, the largest output being 1: {self.max_error:.1e} in float64, {self.native_error:.1e} once "
-            f"rounded to the model's type{zero}" + f"\n{self.saved:,} parameters saved" * bool(self.saved)
+            f"rounded to the model's type{zero}{saved}"
         )
         if self.largest_factor > UNEVEN:
             text += (
                 f"\nthe largest factor of a weight is {self.largest_factor:.2g}: no fault in float32 and bfloat16;\n"
-                "for float16 and 8-bit integers fold with multiply_adds=True"
+                "for float16 and 8-bit integers fold with multiply_adds=True (remove-norms --multiply-adds)"
             )
         return text

@@ -42,7 +42,7 @@ NORMALIZES = (  # parts of operation names, in ONNX or ATen, that compute or div
 NOT_FOLLOWED = {  # errors of torch.export, and what may help
     "UserError": "len(x) fixes an axis, x.shape[0] does not; dynamic=False fixes all",
     "GuardOnDataDependentSymNode": "a branch depends on values of a tensor, as in nn.TransformerDecoder, which asks "
-    "whether a mask is causal unless tgt_is_causal= is passed",
+    "whether a mask is causal unless tgt_is_causal= is passed, or `if len(chosen):`",
 }
 UNBOUNDED = 1 << 31  # sizes of axes that no branch limits
 FEWEST = 2  # size that PyTorch takes an open axis to have at least
@@ -193,12 +193,7 @@ def export(
         new = Path(scratch) / "new" / path.name  # and what belongs to it; nothing is replaced before it is verified
         in_float = Path(scratch) / path.name if int8 is not None else new
         new.parent.mkdir()
-        try:
-            made, got = _write(wrapped, in_float, shapes, fuse_attention)
-        except (TypeError, ValueError, RuntimeError):  # perhaps of the open axis of tokens
-            if shapes is None or (batch_alone := open_axes(wrapped.given, tokens=False)) == shapes:
-                raise
-            made, got = _write(wrapped, in_float, batch_alone, fuse_attention)
+        made, got = _write_first(wrapped, in_float, shapes, fuse_attention)
         several = any(len(each) > 1 for each in made.dynamic.values())
         if several and not _takes_other_sizes(wrapped, in_float, made.dynamic, tolerance):
             made, got = _write(wrapped, in_float, open_axes(wrapped.given, tokens=False), fuse_attention)
@@ -313,6 +308,17 @@ def _write(model: TensorModel, path: Path, shapes: Any, fused: bool) -> tuple[Ex
             path, operations_of(program), "torch.export", math.nan, None, axes, model.results, equal, limits
         )
         return found, _run(model, path, model.given)
+
+
+def _write_first(model: TensorModel, path: Path, shapes: Any, fused: bool) -> tuple[Exported, Sequence[Tensor]]:
+    """Write a file with open axes; without those of tokens, or with those that PyTorch finds, if that fails."""
+    try:
+        return _write(model, path, shapes, fused)
+    except (TypeError, ValueError, RuntimeError):
+        for each in (open_axes(model.given, tokens=False), open_axes(model.given, batch=False)) if shapes else ():
+            with suppress(TypeError, ValueError, RuntimeError):
+                return _write(model, path, each, fused)
+        raise
 
 
 def _takes_other_sizes(model: TensorModel, path: Path, axes: dict, tolerance: float) -> bool:

@@ -54,18 +54,22 @@ def picked(output: Any, outputs: Pick | None) -> dict[str, Tensor]:
     return found
 
 
-def open_axes(given: tuple[Tensor, ...], tokens: bool = True) -> Any:
+def open_axes(given: tuple[Tensor, ...], tokens: bool = True, batch: bool = True) -> Any:
     """Return dynamic shapes: the batch, and with `tokens` the axes of tokens if the model allows it.
 
-    The batch is the first axis of all tensors with the most common length; None if it is below 2.
+    The batch is the first axis of all tensors with the most common length; None if it is below 2. Without `batch`
+    PyTorch finds which of the first two axes are open, as of models that have the time first.
     """
+    if not batch:
+        auto = torch.export.Dim.AUTO
+        return {"inputs": tuple({i: auto for i in range(min(t.dim(), 2)) if t.shape[i] > 1} or None for t in given)}
     sizes = [t.shape[0] for t in given if t.dim()]
-    batch = max(set(sizes), key=sizes.count) if sizes else 0
-    if batch < 2:
+    size = max(set(sizes), key=sizes.count) if sizes else 0
+    if size < 2:
         return None
     found = []
     for t in given:
-        axes: dict[int, Any] = {0: torch.export.Dim.DYNAMIC} if t.dim() and t.shape[0] == batch else {}
+        axes: dict[int, Any] = {0: torch.export.Dim.DYNAMIC} if t.dim() and t.shape[0] == size else {}
         if tokens and t.dim() in (2, 3) and axes and t.shape[1] > 1 and (t.dim() == 3 or not t.is_floating_point()):
             axes[1] = torch.export.Dim.AUTO  # PyTorch fixes what the model fixes
         found.append(axes or None)

@@ -28,7 +28,7 @@ class UN(WarmupNorm):
 
     Args:
         window: Batches per window of the forward pass; 4 as in the paper. 1 is PN-V.
-        alpha: Share of the old running statistics per step; 0.9, as 0.6 fails in the paper's Table 9.
+        alpha: Share of the old running statistics per step; 0.9, as 0.6 fails in the paper's Table 10.
         warmup: Update from which on windows are used; "auto" ends the warm-up by drift (`WarmupNorm`). In the paper it
             is as long as the learning rate's, 4000.
         outlier_filtration: Filter outliers; off, as in the released recipes for text. The paper turns it on for images.

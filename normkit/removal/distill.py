@@ -1,6 +1,7 @@
 """Distance of a model from its original, and training that makes it small."""
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -17,7 +18,7 @@ CLIP = 1.0  # largest norm of a gradient
 BETAS = (0.9, 0.98)  # momentums of AdamW
 WEIGHT_DECAY = 0.01  # of matrices
 POOLED = 3.0  # weight in the loss of the mean over each sequence, which is what users of sentence encoders take
-SAVE_EVERY = 50  # steps between checkpoints
+SAVE_EVERY, SECONDS = 50, 60.0  # steps, or seconds, from one checkpoint to the next
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -145,7 +146,8 @@ def train(
         lr: Highest learning rate.
         dropout: Train with the model's dropout.
         frozen: Keep the statistics of norms: they train as they will be at inference, and cannot drift.
-        checkpoint: File to write every 50 steps; one that exists is continued, with the batches that follow.
+        checkpoint: File to write every 50 steps, or each minute; one that exists is continued, with the batches that
+            follow.
         on_step: Called as `on_step(step, loss)` after each step.
 
     Raises:
@@ -162,7 +164,7 @@ def train(
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=BETAS)
     warmup = min(100, steps // 10 + 1)
-    done = 0
+    done, written = 0, time.monotonic()
     if checkpoint is not None and checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(saved["model"])
@@ -180,7 +182,9 @@ def train(
         nn.utils.clip_grad_norm_(parameters, CLIP)
         optimizer.step()
         done = step
-        if checkpoint is not None and step % SAVE_EVERY == 0 and step < steps:
+        due = step % SAVE_EVERY == 0 or time.monotonic() - written > SECONDS
+        if checkpoint is not None and due and step < steps:
+            written = time.monotonic()
             new = checkpoint.with_suffix(".new")
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, new)
             new.replace(checkpoint)

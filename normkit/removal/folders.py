@@ -112,8 +112,9 @@ def remove_norms_dir(
         most = min(_positions(model) or length, tokenizer.model_max_length)
         require(SHORTEST <= length <= most, "--length", length, f"from {SHORTEST} to {most} tokens")
     lines, held_out = split(read_text(settings.text))
-    make = functools.partial(Texts, tokenizer=tokenizer, length=length, causal=kind == "causal", device=settings.device)
-    texts = make(lines, name=f"--text {settings.text}")
+    shown = length if kind == "causal" else max(length, min(longest(path, model, tokenizer), LONGEST))
+    make = functools.partial(Texts, tokenizer=tokenizer, length=shown, causal=kind == "causal", device=settings.device)
+    texts = make(lines, name=f"--text {settings.text}", length=length)
     others = {"held out": make(held_out, name=f"the tenth of --text {settings.text} that is held out")}
     if settings.second is not None:
         others["second text"] = make(read_text(settings.second, "--second"), name=f"--second {settings.second}")

@@ -313,7 +313,7 @@ def fold(run: tyro.conf.Positional[Path], out: Path) -> int:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out {out} is not an empty folder; name another one")
     trained = load(run)
-    if results.ended(run) is None:
+    if run in results.unfinished([run]):
         _write(f"warning: {run} has not ended; this folds its last checkpoint")
     made, found = fold_run(trained)
     save(out, made)

@@ -50,6 +50,9 @@ def validation_metrics(result: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
+WHOLE = ("loss", "constant_loss", "gradient_norm")  # quantities of the whole model
+
+
 def _over_run(quantity: str, summarize: Callable[[list[float]], float], every: bool = False) -> Summary:
     """Summarize a quantity over the run, without its start: of its first norm, or of all sites."""
 
@@ -157,12 +160,16 @@ STUDY_METRICS: dict[str, StudyMetric] = {
     },
     **{
         f"{name}{suffix}": StudyMetric(
-            (f"{name}{suffix}",), 0, digits, _over_run(name, summarize, every), f"{quantity.definition}; {over}"
+            (f"{name}{suffix}",),
+            0,
+            digits,
+            _over_run(name, summarize, every),
+            f"{quantity.definition}; {over.format('' if name in WHOLE else ', first norm')}",
         )
         for name, quantity in QUANTITIES.items()
         for suffix, summarize, every, digits, over in (
-            ("", statistics.median, False, 4, "median over the run, first norm"),
-            (" outliers", _largest_over_median, False, 1, "its largest value over the run by its median, first norm"),
+            ("", statistics.median, False, 4, "median over the run{}"),
+            (" outliers", _largest_over_median, False, 1, "its largest value over the run by its median{}"),
             (" anywhere", max, True, 3, "largest over the run and all norms"),
         )
     },

@@ -181,7 +181,7 @@ def test_reports_of_runs_rows_and_figures(demo, tmp_path, capsys):
     capsys.readouterr()
     assert main(["report", str(demo / "layer"), str(demo / "un"), "--compare"]) == 0
     assert {"layer", "un"} <= set(capsys.readouterr().out.split())
-    shutil.copytree(demo / "un", tmp_path / "un", ignore=shutil.ignore_patterns("result.json"))
+    shutil.copytree(demo / "un", tmp_path / "un", ignore=shutil.ignore_patterns("result.json", "*.safetensors"))
     assert main(["report", str(demo / "layer"), str(tmp_path / "un"), "--compare"]) == 0
     assert f"not ended: {tmp_path / 'un'}" in capsys.readouterr().err
 

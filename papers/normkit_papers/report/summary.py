@@ -23,7 +23,8 @@ NOTHING = {"seeds": "1", "status": "done"}
 """Cells without information; a column of these alone is left out, and one of dashes."""
 ABOUT = (
     "± is a 95 % interval: of the mean over seeds or, of one seed, of the sampling error of the test set. A run is "
-    "level with the best one if the interval of their difference contains 0."
+    "level with the best one if the interval of their difference, not paired by seed, contains 0. Of copies of a run "
+    "the first counts."
 )
 TIMES = " Times are those to decode 64 words on one thread, with ? if other load disturbed them."
 
@@ -64,7 +65,9 @@ def groups(results: Results) -> dict[str, list[Group]]:
     names = labels(results)
     found: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     for folder, result in results.items():
-        found.setdefault(" on ".join(job(result)), {}).setdefault(names[folder], []).append(result)
+        same = found.setdefault(" on ".join(job(result)), {}).setdefault(names[folder], [])
+        if all(result["run"]["seed"] != each["run"]["seed"] for each in same):  # a copy is no other sample
+            same.append(result)
     return {kind: [Group(*pair) for pair in members.items()] for kind, members in found.items()}
 
 
