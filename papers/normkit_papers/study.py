@@ -179,6 +179,8 @@ def expand(study: Study, scale: str, only: Sequence[str] = ()) -> list[Cell]:
                 run = override(run, settings)
             if column.options:
                 run = override(run, {"model.norm": with_options(run.model.norm, column.options)})
+            at = {name: plain(spec) for name, spec in run.model.norm_at.items()}
+            run = override(run, {"model.norm": plain(run.model.norm), "model.norm_at": at})
             if set(run.model.norm_at.values()) == {run.model.norm}:  # the same norm everywhere, written twice
                 run = override(run, {"model.norm_at": {}})
             folder = Path(scale) / base.name / folder_name(start, run)
@@ -220,6 +222,17 @@ def with_options(spec: str, more: Settings) -> str:
     name, given = parse(spec)
     merged = {key: {**more, **given}[key] for key in options(name) if key in given or key in more}
     return format_spec(name, merged) if merged.keys() - given.keys() else spec
+
+
+def plain(spec: str) -> str:
+    """Leave out options that have their default, so that one norm has one name; a `warmup` stays, see `warmed`.
+
+    >>> plain("un(window=4, alpha=0.8)"), plain("un(warmup=auto)")
+    ('un(alpha=0.8)', 'un(warmup=auto)')
+    """
+    name, given = parse(spec)
+    kept = {key: value for key, value in given.items() if key == "warmup" or value != options(name)[key]}
+    return spec if kept.keys() == given.keys() else format_spec(name, kept)
 
 
 def warmed(spec: str, warmup: int, automatic: bool = False) -> str:
