@@ -67,8 +67,6 @@ ERRORS = {  # models, an example, options, and what the message names
     "an offloaded model": (Plain(change=offload), (X,), {}, "offload_folder"),
     "no tensor in the output": (Plain(lambda y, _: None), (X,), {}, "tensor"),
     "another output": (Plain(), (X,), {"outputs": lambda out: out.logits}, "outputs="),
-    "removal by which no architecture stays": (Plain(), (X,), {"remove_cancelled": True, "keep_architecture": True},
-                                               "keep_architecture"),
 }  # fmt: skip
 
 

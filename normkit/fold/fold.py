@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from normkit._util import listed, require, require_flags
+from normkit._util import require_flags
 from normkit.fold.plan import FoldPlan
 from normkit.fold.report import Audit, Report
 from normkit.fold.rewrite import change, find_edits, largest_factor, rewrite
 from normkit.fold.survey import TOLERANCE, Survey, take_all_apart
 from normkit.models.checks import warn_untrained
-from normkit.models.convert import put_everywhere
 from normkit.models.invoke import Call, Pick
 
 
@@ -26,7 +25,6 @@ def fold(
     other_shapes: bool = True,
     multiply_adds: bool = False,
     keep_architecture: bool | None = None,
-    remove_cancelled: bool = False,
     **kwexample: Any,
 ) -> tuple[nn.Module, Report]:
     """Return an equivalent model for inference without its norms, and a report on each.
@@ -64,17 +62,13 @@ def fold(
             without such a place stays in its norm. Norms with frozen statistics stay. The state of the result fits the
             class of the original model, so its own loaders open it. None means True for a model of Hugging Face all of
             whose norms compute statistics, and False for others.
-        remove_cancelled: Also remove each RMSNorm that is read by RMSNorms of queries, keys and values alone, through
-            layers without a bias (Gemma 4). These cancel its factor for each token, up to their eps. `eps_error` of the
-            report is what that changes. The architecture is not kept.
         **kwexample: The keyword arguments of the call.
 
     Returns:
         The folded model, and the report: the outcome of each norm, and the errors of the comparison.
 
     Raises:
-        ValueError: If `remove_cancelled` is given with `keep_architecture`, the model is training, the example does not
-            fit, or the forward is random.
+        ValueError: If the model is training, the example does not fit, or the forward is random.
         TypeError: If the model is wrapped or quantized.
         RuntimeError: If folded weights overflow in half precision.
 
@@ -88,10 +82,7 @@ def fold(
           (1): Linear(in_features=4, out_features=2, bias=True)
         )
     """
-    require_flags(multiply_adds=multiply_adds, remove_cancelled=remove_cancelled)
-    if remove_cancelled:
-        require(not keep_architecture, "keep_architecture", keep_architecture, "False with remove_cancelled=True")
-        keep_architecture = False
+    require_flags(multiply_adds=multiply_adds)
     call = Call(example, kwexample)
     survey = Survey(model, call, outputs, untie, other_shapes, "fold", keep_architecture)
     warn_untrained(model, "fold")
@@ -102,12 +93,8 @@ def fold(
             change(folded, survey.names.get(name, name), edit)
     else:
         folded = rewrite(take_all_apart(folded), plan)
-    eps_error = 0.0
-    if remove_cancelled:
-        eps_error = survey.worst(_without_cancelled(rewrite(copy.deepcopy(survey.model), plan), plan))
-        folded = _without_cancelled(folded, plan)
     report = survey.report(folded, plan.outcomes, worst)
-    return folded, replace(report, largest_factor=largest_factor(plan), eps_error=eps_error)
+    return folded, replace(report, largest_factor=largest_factor(plan))
 
 
 def audit(
@@ -144,15 +131,6 @@ def audit(
     """
     survey = Survey(model, Call(example, kwexample), outputs, untie, other_shapes, "audit", keep=keep_architecture)
     return survey.audit(FoldPlan(survey.trace, survey.model).outcomes)
-
-
-def _without_cancelled(model: nn.Module, plan: FoldPlan) -> nn.Module:
-    """Remove the norms that others cancel, in place, and note it in their outcomes."""
-    for name, by in plan.cancelled.items():
-        model = put_everywhere(model, name, nn.Identity())
-        outcome = plan.outcomes[name]
-        plan.outcomes[name] = replace(outcome, action="folded", why=f"cancelled by {listed(by)} up to eps")
-    return model
 
 
 def find_plan(survey: Survey, multiply_adds: bool = False) -> tuple[FoldPlan, float]:

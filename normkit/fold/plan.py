@@ -13,7 +13,6 @@ from normkit.fold.relations import NormNode, Relations, new_bias
 from normkit.fold.report import Outcome
 from normkit.fold.solve import Solver, smallest_clash
 from normkit.fold.trace import Product, Trace, View
-from normkit.models.third_party import Found
 
 ONLINE = "is computed for each token"
 
@@ -46,7 +45,6 @@ class FoldPlan:
         self._consumers: dict[int, list[str]] = defaultdict(list)  # by stream the layers that read other coordinates
         self._producers: dict[int, list[str]] = defaultdict(list)
         self._note_layers()
-        self.cancelled = {name: by for name in self.relations.norms if (by := self._cancelled_by(name))}
         self.outcomes = {name: self._outcome(node) for name, node in self.relations.norms.items()}
 
     def affine(self, node: NormNode) -> tuple[Tensor, Tensor]:
@@ -56,21 +54,6 @@ class FoldPlan:
         if node.name in self.chosen:
             return torch.ones_like(gain), torch.zeros_like(gain)
         return gain, (node.scale * t[node.inputs] + node.shift - t[node.outputs]) / s[node.outputs]
-
-    def _cancelled_by(self, name: str) -> tuple[str, ...]:
-        """The RMSNorms that undo the factor of an RMSNorm up to their eps; none if it is used."""
-        node, trace, found = self.relations.norms[name], self.trace, dict[str, None]()
-        source = trace.sources.get(("norm", name))
-        if source is None or name in self.relations.kept or not (node.trivial or name in self.chosen):
-            return ()
-        for product in source.reads:
-            if not isinstance(product, Product) or product.kind != "matmul" or product in trace.biases:
-                return ()
-            for by in trace.sources[product].reads:
-                if not isinstance(by, str) or not _is_rms(trace.norms.get(reader := by.removeprefix("norm "))):
-                    return ()
-                found[reader] = None
-        return tuple(found) if _is_rms(trace.norms[name]) else ()
 
     def _note_layers(self) -> None:
         """Note the layers that read or write a stream in coordinates other than the original ones."""
@@ -92,16 +75,13 @@ class FoldPlan:
         outcome = Outcome(name, node.spec, "kept")
         if name in self.relations.kept:
             return replace(outcome, why=self.relations.kept[name])
-        online = ONLINE
-        if name in self.cancelled:
-            online += f", and cancel in {listed(self.cancelled[name])} up to eps (remove_cancelled=True removes them)"
         if not node.offline and node.trivial:
-            return replace(outcome, why=f"{online}; its gain and bias, if any, are 1 and 0")
+            return replace(outcome, why=f"{ONLINE}; its gain and bias, if any, are 1 and 0")
         after = unique(each for stream in streams_of(node.outputs) for each in self._consumers[stream])
         before = unique(each for stream in streams_of(node.inputs) for each in self._producers[stream])
         into = unique([*after, *before])
         if name in self.chosen and not node.offline:
-            return replace(outcome, action="gain folded", into=after, why=online)
+            return replace(outcome, action="gain folded", into=after, why=ONLINE)
         if name in self.additions and not node.offline:
             why = f"{ONLINE}; its bias stays: {self._reason(node, True).split('; nor into')[0]}"
             return replace(outcome, action="gain folded", into=after, why=why)
@@ -144,8 +124,3 @@ class FoldPlan:
         if after and before and after != before and node.offline:
             return f"{after}; nor into what precedes it: {before}"
         return after or before or "its relations contradict each other"
-
-
-def _is_rms(found: Found | None) -> bool:
-    """True for a norm that divides each token by its root mean square alone."""
-    return found is not None and found.kind.partition("(")[0] == "rms" and "groups" not in found.kind

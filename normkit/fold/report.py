@@ -106,15 +106,13 @@ class Report(Audit):
 
     `max_error` is the largest error in float64, relative to the largest output, `native_error` that of the returned
     model in its own type: inf where rounding changes whole numbers or shapes in the output, such as predicted classes.
-    `largest_factor` is the largest number that any weight was multiplied by. `eps_error` is the largest error in
-    float64 after the norms went that others cancel up to eps. `saved` is the number of parameters that the model has
-    fewer, those of `untied` copies left out.
+    `largest_factor` is the largest number that any weight was multiplied by. `saved` is the number of parameters that
+    the model has fewer, those of `untied` copies left out.
     """
 
     max_error: float = 0.0
     native_error: float = 0.0
     largest_factor: float = 1.0
-    eps_error: float = 0.0
     saved: int = 0
 
     @property
@@ -123,7 +121,6 @@ class Report(Audit):
         zero = ""
         if self.max_error == 0 and any(row.into for row in self):  # rounding leaves an error where norms matter
             zero = "\nno output changed by a single bit: where layers after the norms are zero, this shows nothing"
-        zero += f"\nwithout the norms that others cancel {self.eps_error:.1e}, by eps" * bool(self.eps_error)
         saved = f"\n{abs(self.saved):,} parameters {'saved' if self.saved > 0 else 'more'}" * bool(self.saved)
         text = (
             f"{super().summary}\ncompared on: {'; '.join(self.tried)}\n"
