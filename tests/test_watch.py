@@ -313,11 +313,11 @@ def test_norms_that_are_never_measured_are_a_warning():
 
 def test_trainings_that_cannot_be_right_are_warnings():
     x, criterion = batch(0, 8, 6), nn.MSELoss()
-    model = chain(nn.LayerNorm(6), nn.LayerNorm(6))
+    model = chain(nn.LayerNorm(6), nn.BatchNorm1d(6))
     with pytest.warns(UserWarning, match="1 forwards without gradients"), normkit.record(model, every=1):
         model(x).sum().backward(), torch.no_grad()(model)(x)
     with pytest.warns(UserWarning, match="no gradient reached"), normkit.record(model, every=1, loss=criterion):
-        criterion(model(x).detach(), x)
+        criterion(model(x).detach(), x), criterion(model(x).detach(), x)
     with pytest.warns(UserWarning, match="came into the model"), normkit.record(model, every=1):
         model.append(nn.LayerNorm(6).double())(x)
     with pytest.warns(UserWarning, match="unset"), normkit.record(model, every=1, loss=lambda: unset):  # noqa: F821

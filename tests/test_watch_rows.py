@@ -176,13 +176,23 @@ def test_no_token_and_a_single_one(shape):
 
 def test_a_model_may_change_its_type_and_pass_a_batch_in_inference_mode():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    gradients = pytest.warns(UserWarning, match="without gradients")
-    with gradients, record(model, every=1, quantities="all") as rows:
+    with record(model, every=1, quantities="all") as rows:
         with torch.inference_mode():
             model(torch.randn(3, 4))
         for dtype in (torch.float32, torch.float64, torch.float32):
             model.to(dtype)(torch.randn(3, 4, dtype=dtype)).square().sum().backward()
     assert [row.step for row in rows if row.quantity == "gap_batch"] == [2, 3, 4]
+
+
+def test_the_state_of_an_earlier_version_is_read():
+    recorder = Recorder(nn.Sequential(nn.LayerNorm(4)), loss=nn.MSELoss())
+    state = recorder.state()
+    state["0"]["zero"], state["(losses)"]["moments"] = None, torch.tensor([1.0, 2.0, 4.0])
+    recorder.load(state)
+    recorder.losses.add_numbers(torch.ones(2, 3))
+    assert recorder.losses.moments.tolist() == [[7.0], [8.0], [10.0]]
+    assert recorder.norms[0].memory.zero == {}
+    recorder.close(warns=False)
 
 
 def test_forwards_under_functional_transforms_are_not_measured():

@@ -10,7 +10,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +31,8 @@ from normkit.models.checks import (
 from normkit.models.difference import error
 from normkit.models.invoke import Call, Pick, check_batches, example_call
 from normkit.models.quantize import calibration, quantize
-from normkit.models.tensor_model import TensorModel, open_axes, picked, resized
+from normkit.models.run_exported import run, takes_other_sizes, true_limits
+from normkit.models.tensor_model import TensorModel, open_axes, picked
 
 NORMALIZES = (  # parts of operation names, in ONNX or ATen, that compute or divide by statistics
     "layernorm", "layer_norm", "normalization", "rms_norm", "batch_norm", "group_norm", "native_norm", "div", "sqrt",
@@ -46,7 +47,6 @@ NOT_FOLLOWED = {  # errors of torch.export, and what may help
 }
 UNBOUNDED = 1 << 31  # sizes of axes that no branch limits
 FEWEST = 2  # size that PyTorch takes an open axis to have at least
-LONG = 4096  # tokens with which a model is tried once more, at most
 NEAR = 0.9  # cosine of outputs in integers below which `export` warns
 
 
@@ -82,11 +82,7 @@ class Exported:
     def allowed(self) -> str:
         """The limits in words, such as "x 1 from 2 to 64"."""
         return "; ".join(
-            f"{k} from {low} on"
-            if high is None
-            else f"{k} up to {high}"
-            if low <= FEWEST
-            else f"{k} from {low} to {high}"
+            f"{k} from {low} on" if high is None else f"{k} up to {high}" if low == 1 else f"{k} from {low} to {high}"
             for k, (low, high) in self.limits.items()
         )
 
@@ -193,21 +189,25 @@ def export(
         new = Path(scratch) / "new" / path.name  # and what belongs to it; nothing is replaced before it is verified
         in_float = Path(scratch) / path.name if int8 is not None else new
         new.parent.mkdir()
-        made, got = _write_first(wrapped, in_float, shapes, fuse_attention)
+        of_batch = shapes and open_axes(wrapped.given, tokens=False)
+        tries = [shapes, of_batch, open_axes(wrapped.given, batch=False)] if shapes else [None]
+        made, got = _write_first(wrapped, in_float, tries, fuse_attention)
         several = any(len(each) > 1 for each in made.dynamic.values())
-        if several and not _takes_other_sizes(wrapped, in_float, made.dynamic, tolerance):
-            made, got = _write(wrapped, in_float, open_axes(wrapped.given, tokens=False), fuse_attention)
+        if several and not takes_other_sizes(wrapped, in_float, made.dynamic, tolerance):
+            made, got = _write_first(wrapped, in_float, [of_batch, None], fuse_attention)
         worst = error(tuple(got), expected)
         if not worst <= tolerance:
             differ = f"outputs differ by {worst:.1e} in {made.runtime}; tolerance={tolerance:.1e} is allowed"
             raise ValueError(f"{path} computes something else than the model: {differ}")
         limits, differs = (
-            _limits(wrapped, made, in_float, tolerance) if path.suffix == ".onnx" else (made.limits, False)
+            true_limits(wrapped, in_float, made.dynamic, made.limits, tolerance)
+            if path.suffix == ".onnx"
+            else (made.limits, False)
         )
         made = replace(made, limits=limits)
         if int8 is not None:
             quantize(in_float, new, [wrapped.feed(batch) for batch in batches] if static else None, stream)
-            made, got = replace(made, operations=_operations(new)), _run(wrapped, new, wrapped.given)
+            made, got = replace(made, operations=_operations(new)), run(wrapped, new, wrapped.given)
         for file in sorted(new.parent.iterdir(), key=lambda file: file == new):  # the weights of a graph first
             file.replace(path.with_name(file.name))
     if differs:
@@ -300,89 +300,28 @@ def _write(model: TensorModel, path: Path, shapes: Any, fused: bool) -> tuple[Ex
         assert written is not None
         written.save(str(path))
         found = Exported(path, _operations(path), "onnxruntime", math.nan, None, axes, model.results, equal, limits)
-        return found, _run(model, path, model.given)
+        return found, run(model, path, model.given)
     with torch.no_grad():
         torch.export.save(program, buffer := io.BytesIO())  # to a file on a full disk, it ends the process
         path.write_bytes(buffer.getbuffer())
         found = Exported(
             path, operations_of(program), "torch.export", math.nan, None, axes, model.results, equal, limits
         )
-        return found, _run(model, path, model.given)
+        return found, run(model, path, model.given)
 
 
-def _write_first(model: TensorModel, path: Path, shapes: Any, fused: bool) -> tuple[Exported, Sequence[Tensor]]:
-    """Write a file with open axes; without those of tokens, or with those that PyTorch finds, if that fails."""
-    try:
-        return _write(model, path, shapes, fused)
-    except (TypeError, ValueError, RuntimeError):
-        for each in (open_axes(model.given, tokens=False), open_axes(model.given, batch=False)) if shapes else ():
-            with suppress(TypeError, ValueError, RuntimeError):
-                return _write(model, path, each, fused)
-        raise
-
-
-def _takes_other_sizes(model: TensorModel, path: Path, axes: dict, tolerance: float) -> bool:
-    """Return True if a file computes what the model does where each open axis is longer or shorter by one."""
-    for more in (1, -1):
-        given = list(model.given)
-        for i, name in enumerate(model.names):
-            for axis in axes.get(name, ()):
-                given[i] = resized(given[i], axis, given[i].shape[axis] + more)
-        try:
-            with torch.no_grad():
-                expected = model.all_outputs(*(t.clone() for t in given))
-        except Exception:  # such as beyond its positions
-            continue
-        try:
-            got = _run(model, path, given)
-        except Exception:
-            return False
-        return error(tuple(got), expected) <= tolerance
-    return False
-
-
-def _limits(model: TensorModel, made: Exported, path: Path, tolerance: float) -> tuple[dict[str, tuple], bool]:
-    """Return the limits of a file in float that hold, and whether the model itself goes on beyond one.
-
-    Exporters also report sizes that only choose between equal ways to compute. So sizes beyond a limit are tried; one
-    that is very large is not, and counts.
-    """
-    held, differs = {}, False
-    for limited, (low, high) in made.limits.items():
-        axis = int(limited.rsplit(" ", 1)[1])
-        opened = [axis in made.dynamic.get(name, ()) for name in model.names]
-        is_long = high is not None and high >= LONG
-        beyond = [*range(low - 1, 0, -1)][:FEWEST] + ([high + 1] if high is not None and not is_long else [])
-        holds, goes_on = is_long, is_long
-        for size in beyond:
-            given = [resized(t, axis, size) if open_ else t for t, open_ in zip(model.given, opened, strict=True)]
+def _write_first(
+    model: TensorModel, path: Path, tries: Iterable[Any], fused: bool
+) -> tuple[Exported, Sequence[Tensor]]:
+    """Write a file with the first of several choices of open axes that can be written."""
+    failed: list[Exception] = []
+    for number, shapes in enumerate(tries := [*tries]):
+        if shapes not in tries[:number]:
             try:
-                with torch.no_grad():
-                    expected = model.all_outputs(*(t.clone() for t in given))
-            except Exception:  # such as beyond its positions
-                holds = True
-                continue
-            with suppress(Exception):
-                if error(tuple(_run(model, path, given)), expected) <= tolerance:
-                    continue
-            holds = goes_on = True
-        if holds:
-            held[limited] = (low, high)
-        differs |= goes_on
-    return held, differs
-
-
-def _run(model: TensorModel, path: Path, given: Sequence[Tensor]) -> list[Tensor]:
-    """Run a file."""
-    if path.suffix == ".pt2":
-        found = torch.export.load(path).module()(*given)
-        return [found] if isinstance(found, Tensor) else list(found)
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    feed = model.feed(given)
-    out = session.run(None, {slot.name: feed[slot.name] for slot in session.get_inputs()})
-    return [torch.from_numpy(array) for array in out]
+                return _write(model, path, shapes, fused)
+            except (TypeError, ValueError, RuntimeError) as error:
+                failed.append(error)
+    raise failed[0]
 
 
 def _operations(path: Path) -> dict[str, int]:

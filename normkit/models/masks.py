@@ -2,6 +2,7 @@
 
 import fnmatch
 import inspect
+import re
 import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -52,7 +53,7 @@ def route_mask(model: nn.Module, mask_from: MaskFrom) -> None:
     used = set(given.values())
     others = [name for name in names if not {name, f"~{name}"} & used and _alike(name, str(mask_from))]
     for argument in sorted(used):
-        if any(word in argument.lower() for word in ("pad", "ignor")) and not _marks_padding(argument):
+        if re.search(r"(?<!non_)(?<!non)(?<!not_)(?<!un)pad|ignor", argument.lower()) and not _marks_padding(argument):
             warn(f"in {argument} True counts as a real token; where it is padding give mask_from='~{argument}'")
     if isinstance(mask_from, str) and others:
         warn(
@@ -146,6 +147,10 @@ class Route:
         self.warned: set[str] = set()  # names of norms
         self.began = False  # a training step has ended
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of a copy, or of a model that was saved before layouts were kept."""
+        self.__dict__.update({"is_layout_known": False, "layouts": set(), **state})
+
     def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Keep the arguments of this call."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
@@ -192,9 +197,10 @@ def _warn(norms: str, argument: str, length: int, shape: tuple[int, ...]) -> Non
 class GiveMask:
     """Forward pre-hook of a norm that passes the mask of the running call, unless the norm has one."""
 
+    is_shown = heads_second = False  # the layout of its inputs was seen; heads come before tokens
+
     def __init__(self, argument: str, time_first: bool):
         self.argument, self.time_first = argument, time_first
-        self.is_shown = self.heads_second = False  # the layout, by an input
         self.last: MaskedCall | None = None  # for what activation checkpointing recomputes
 
     def __call__(self, norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -236,7 +242,7 @@ class GiveMask:
     def _see_layout(self, norm: nn.Module, call: MaskedCall, mask: Tensor, shape: torch.Size, warns: bool) -> None:
         """Keep the layout that an input shows, for those that do not: of equal lengths, or flattened."""
         route, is_square = call.route, mask.shape[0] == mask.shape[1]
-        if len(shape) == 3 and shape[1] != shape[2]:
+        if len(shape) == 3 and shape[1] != shape[2] and mask.shape[1] in shape[1:]:
             self.heads_second = shape[1] != mask.shape[1]
         if not is_square and shape in (mask.shape, mask.shape[::-1]):
             self.time_first, self.is_shown = shape != mask.shape, True

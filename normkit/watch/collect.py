@@ -88,7 +88,8 @@ class Memory:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore from a checkpoint."""
-        vars(self).update({**state, "share": self.share})
+        zero = state["zero"] if isinstance(state["zero"], dict) else {}  # of an earlier version
+        vars(self).update({**state, "share": self.share, "zero": zero})
         vars(self.share).update(state["share"])
 
 
@@ -253,11 +254,13 @@ class LossMeter:
 
     def add_numbers(self, targets: Tensor, binary: bool = False) -> None:
         """Add targets `[batch, ...]` of a squared error, or of `binary` cross-entropy; each place has its constant."""
+        if not targets.numel():
+            return
         wide = torch.float32 if targets.device.type == "mps" else torch.float64
         places = targets.detach().to(wide).reshape(len(targets) if targets.dim() else 1, -1)
         sums = torch.stack([torch.ones_like(places).sum(0), places.sum(0), places.square().sum(0)])
         if self.moments is not None and self.moments.shape != sums.shape:  # as of sequences: one constant for all
-            self.moments, sums = (each.sum(1, keepdim=True) for each in (self.moments, sums))
+            self.moments, sums = (each.view(3, -1).sum(1, keepdim=True) for each in (self.moments, sums))
         self.moments = sums if self.moments is None else self.moments.to(sums.device) + sums
         self.binary = binary
 

@@ -7,7 +7,6 @@ import statistics
 from normkit.watch.findings import LIMITS, Check, Finding, above, first_where, format_sites
 from normkit.watch.rows import Recording, Series
 
-NOISE = 2.0  # standard errors of the means that a fall of the loss exceeds
 FAST = 0.8  # loss over that before it, below which it falls fast
 
 
@@ -18,11 +17,6 @@ def _level(losses: list[float]) -> float:
     """
     cuts = [i * len(losses) // 5 for i in range(6)]
     return statistics.median(statistics.fmean(losses[a:b]) for a, b in itertools.pairwise(cuts) if a < b)
-
-
-def _error(*parts: list[float]) -> float:
-    """Standard error of the difference between the means of two parts."""
-    return math.hypot(*(statistics.stdev(part) / math.sqrt(len(part)) for part in parts if len(part) > 1))
 
 
 def stalled(recording: Recording) -> dict[str, float]:
@@ -39,12 +33,11 @@ def stalled(recording: Recording) -> dict[str, float]:
     quarter = max(1, len(losses) // 4)
     first, end = losses[0], _level(losses[-quarter:])
     before = _level(losses[-2 * quarter : -quarter])
-    fall = max(LIMITS["fall"] * abs(before), NOISE * _error(losses[-2 * quarter : -quarter], losses[-quarter:]))
     constant = recording.middle("constant_loss", "")
     was_trained = max(first, end) < LIMITS["trained"] * constant
     if end > first - LIMITS["fall"] * abs(first) and not was_trained:
         return {"loss": end, "first": first}
-    if end > LIMITS["constant"] * constant and end > before - fall:
+    if end > LIMITS["constant"] * constant and end > before - LIMITS["fall"] * abs(before):
         return {"loss": end, "constant": constant}
     if end > LIMITS["constant"] * constant and max(losses) > LIMITS["rise"] * abs(first):
         return {"loss": end, "constant": constant, "peak": max(losses)}
@@ -124,13 +117,13 @@ def bad_batches(check: Check, recording: Recording) -> list[Finding]:
         message = f"{format_sites(bad, recording)}: {what}, first seen at step {step}, from {first} on"
         losses = recording.of("loss").get("", Series("", [], []))
         peak = max((value for at, value in losses.points() if at < step), default=0.0)
-        risen = peak > LIMITS["rise"] * abs(losses.points()[0][1]) if peak else False
-        advice = f"look at {this}, else lower the learning rate"
-        advice = (
-            f"lower the learning rate, as the loss had risen to {peak:.3g}; else look at {this}" if risen else advice
-        )
-        advice += ", or keep weights in float32 (autocast)" if half else ""
-        advice = "use bfloat16 or float32" if overflow else advice
+        if overflow:
+            advice = "use bfloat16 or float32"
+        elif peak and peak > LIMITS["rise"] * abs(losses.points()[0][1]):
+            advice = f"lower the learning rate, as the loss had risen to {peak:.3g}; else look at {this}"
+        else:
+            advice = f"look at {this}, else lower the learning rate"
+        advice += ", or keep weights in float32 (autocast)" if half and not overflow else ""
         found.append(Finding("overflow" if overflow else "nan", tuple(bad), message, {**bad, "step": step}, advice))
     gaps = {site: each.last() for name in ("gap_quadratic", "gap_batch") for site, each in recording.of(name).items()}
     recovered = {site for site, each in series.items() if each.last() == 0}

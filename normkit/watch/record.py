@@ -31,9 +31,10 @@ def record(
         every: Training forwards from one measurement to the next; 25 keeps the cost below 3 % of most steps.
         quantities: Names from `normkit.watch.QUANTITIES`, "default" (all but the expensive ones) or "all".
         loss: The module that the loop calls, such as `nn.CrossEntropyLoss()`: its outputs in training are recorded, and
-            what a constant prediction would reach (also of `nn.NLLLoss`, `nn.MSELoss`, `nn.BCEWithLogitsLoss`), without
-            which some faults cannot be seen. Or a function without arguments that returns the loss of the last step:
-            `lambda: loss`. A model whose output has a `loss`, as in transformers, needs neither.
+            what a constant prediction would reach (also of `nn.NLLLoss`, `nn.MSELoss`, `nn.BCELoss`,
+            `nn.BCEWithLogitsLoss`; not if it is called twice a step), without which some faults cannot be seen. Or a
+            function without arguments that returns the loss of the last step: `lambda: loss`. A model whose output has
+            a `loss`, as in transformers, needs neither.
         to: CSV file that rows are appended to, or a function that takes them; see `Rows`.
         keep: Number of rows of norms held in memory, the newest ones; those of the whole model all stay.
 
@@ -61,6 +62,6 @@ def record(
         yield recorder.rows
     except BaseException:
         recorder.read_loss = None  # the last step may have none
+        recorder.close(warns=False)
         raise
-    finally:
-        recorder.close()
+    recorder.close()

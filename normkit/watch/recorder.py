@@ -169,13 +169,16 @@ class Recorder:
 
     def _of_batch(self, loss: Tensor, logits: Tensor, labels: Tensor, all_items: Any) -> Tensor:
         """Return the mean loss of a batch, which some models of transformers divide by the labels of all batches."""
-        shifted = int(logits.dim() == 3 and getattr(self.model, "loss_type", "") == "ForCausalLM")
+        inner = getattr(self.model, "module", self.model)  # of DDP
+        shifted = int(logits.dim() == 3 and getattr(inner, "loss_type", "") == "ForCausalLM")
         labels = labels[..., shifted:]
+        labels = torch.where((labels >= 0) & (labels < logits.shape[-1]), labels, -100)
         whole = loss * all_items / (labels != -100).sum().clamp(min=1)
-        if self.divides is None:
-            logits = logits[..., : logits.shape[-2] - 1, :] if shifted else logits
-            with torch.no_grad(), suppress(Exception):  # a loss of another form is taken as it is
-                mean = nn.functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
+        if self.divides is None:  # once: a loss of another form is taken as it is
+            logits, self.divides = logits[..., : logits.shape[-2] - 1, :] if shifted else logits, False
+            if logits.shape[:-1] == labels.shape:
+                with torch.no_grad():
+                    mean = nn.functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
                 self.divides = bool((whole - mean).abs() < (loss - mean).abs())
         return whole if self.divides else loss
 
@@ -206,8 +209,8 @@ class Recorder:
 
     @torch.no_grad()
     def _keep_gradient_norm(self, number: int, parameter: Tensor) -> None:
+        self.has_gradient = True
         if parameter.grad is not None:
-            self.has_gradient = True
             grad = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
             wide = torch.promote_types(grad.dtype, torch.float32)
             self._gradients[number] = torch.linalg.vector_norm(grad, dtype=wide)
@@ -228,7 +231,7 @@ class Recorder:
             for waiting in evaluate(samples, self.chosen):
                 self.rows.add(waiting)
 
-    def close(self) -> None:
+    def close(self, warns: bool = True) -> None:
         """Remove the hooks; the rows stay readable."""
         try:
             self._end_step()
@@ -238,7 +241,8 @@ class Recorder:
             self._parameter_hooks.close()
             graph_ops.LISTENERS.pop(self.key, None)
             self.due = self.active = False
-        self._warn_unseen()
+        if warns:
+            self._warn_unseen()
 
     def _warn_unseen(self) -> None:
         """Warn of forwards and norms that were not measured."""
@@ -254,11 +258,12 @@ class Recorder:
             warn(f"loss= could not be read ({self.unread}): pass the module of the loss, or a function that returns it")
         if not (self.step or self.evaluated):
             warn("the recorded model was never called")
-        if self.trained and self.ungraded:
-            what = f"{self.ungraded} forwards without gradients ran in training mode and were counted as steps"
-            warn(f"{what}: call model.eval() before those that validate, or batch statistics are learned from them")
-        if self.has_loss and self.measurable and self.writes and "gradient" in self.needs and not self.has_gradient:
-            what = "no gradient reached a parameter in a measured step"
+        if self.trained and self.ungraded and any(norm.site.stateful for norm in self.norms):
+            what = f"{self.ungraded} forwards without gradients ran in training mode, were counted as steps, and moved"
+            warn(f"{what} the statistics of norms: if they validate, call model.eval() before")
+        watches = self.has_loss and self.writes and "gradient" in self.needs
+        if watches and self.measurable > 1 and not self.has_gradient:
+            what = "no gradient reached a parameter in a measured step, unless torch.autograd.grad took it"
             warn(f"{what}: see that backward() is called, that parameters require gradients, and that none is detached")
         known = {id(norm.site.module) for norm in self.norms}
         if self.writes and (new := [each.name for each in sites(self.model) if id(each.module) not in known]):
@@ -283,6 +288,7 @@ class NormRecorder:
     def __init__(self, recorder: Recorder, site: Site, memory: Memory, index: int):
         self.recorder, self.site, self.memory, self.index = recorder, site, memory, index
         self.moments: Moments | None = None  # of the input of the forward in progress
+        self.waited = False  # for the gradient of an output
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Measure the input, before the norm updates its statistics."""
@@ -305,6 +311,7 @@ class NormRecorder:
             return None
         x, mask = self._given(args, kwargs) if self._is_due() else (None, None)
         if self.site.can_measure(x) and isinstance(y, Tensor) and y.requires_grad and y.shape == x.shape:
+            self.waited = True
             step, known, x = self.recorder.step, self.moments, x.detach()
             mask = self.choose_mask(x, mask)  # now: another forward may come before the backward
             y.register_hook(lambda dy: self.sample_gradient(step, x, dy, mask, known))
@@ -347,10 +354,10 @@ class NormRecorder:
         self.recorder.pending.append(Sample(step, self.site, fields))
 
     def _lacks_gradient(self) -> bool:
-        """Return True if the norm has trained weights, and none of its forwards so far has had a gradient."""
+        """Return True if none of the norm's outputs so far has had a gradient, though its weights are trained."""
         weight = getattr(self.site.module, "weight", None)
         trains = isinstance(weight, Tensor) and weight.requires_grad and self.recorder.has_gradient
-        return trains and "g" not in self.memory.zero and self.memory.samples > 1
+        return trains and self.waited and "g" not in self.memory.zero and self.memory.samples > 1
 
     def _is_due(self) -> bool:
         """Return True in a forward of a due step, also a recomputed one; not under torch.func."""

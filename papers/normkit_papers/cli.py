@@ -264,7 +264,7 @@ def report(
     allowed = "a name that ends in .html; the page has buttons that save a chart as picture"
     require(out is None or out.suffix == ".html", "--out", str(out), allowed)
     for folder in results.unfinished(paths):
-        _complain(f"left out, as it has not ended: {folder}")
+        _complain(f"has not ended: {folder}")
     if compare:
         _write(summary.text(results.find(paths)))
         return 0
@@ -408,13 +408,15 @@ def _list(found: tuple[list[list[str]], dict[str, str]]) -> int:
 
 def _show(found: Mapping[Path, Any], out: Path) -> None:
     """Print the table of runs, and write their page."""
+    from normkit.watch import diagnose
     from normkit_papers.report import page, summary
     from normkit_papers.report.recorded import recorded
 
     if found:
         _write(summary.text(found))
-        for fault in [fault for run in recorded(found) for fault in page.faults(run)]:
-            _write(fault)
+        for run in recorded(found):
+            for fault in diagnose(run.recording).faults if run.recording.quantities else ():
+                _write(f"{run.label}: {fault}")
         made = page.Page(f"Report of {out.name}")
         page.add_runs(made, found)
         _write(f"report: {made.write(out / 'report.html')}")

@@ -50,7 +50,7 @@ def validation_metrics(result: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-WHOLE = ("loss", "constant_loss", "gradient_norm")  # quantities of the whole model
+OF_MODEL = ("loss", "constant_loss", "gradient_norm")  # quantities of the whole model
 
 
 def _over_run(quantity: str, summarize: Callable[[list[float]], float], every: bool = False) -> Summary:
@@ -164,7 +164,7 @@ STUDY_METRICS: dict[str, StudyMetric] = {
             0,
             digits,
             _over_run(name, summarize, every),
-            f"{quantity.definition}; {over.format('' if name in WHOLE else ', first norm')}",
+            f"{quantity.definition}; {over.format('' if name in OF_MODEL else ', first norm')}",
         )
         for name, quantity in QUANTITIES.items()
         for suffix, summarize, every, digits, over in (

@@ -45,9 +45,11 @@ def ended(folder: Path) -> dict[str, Any] | None:
 
 
 def unfinished(paths: Iterable[str | Path]) -> list[Path]:
-    """Return the folders of runs, at any depth, that have neither a result nor final weights."""
-    runs = (file.parent for path in paths for file in sorted(Path(path).rglob("run.json")))
-    return [each for each in dict.fromkeys(runs) if not exists(each) and not (each / "model.safetensors").is_file()]
+    """Return the folders of runs, at any depth, that have not ended; a folded run has weights and no result."""
+    runs = dict.fromkeys(file.parent for path in paths for file in sorted(Path(path).rglob("run.json")))
+    return [
+        each for each in runs if ended(each) is None and (exists(each) or not (each / "model.safetensors").is_file())
+    ]
 
 
 def find(paths: Iterable[str | Path]) -> dict[Path, dict[str, Any]]:

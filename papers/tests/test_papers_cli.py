@@ -12,6 +12,7 @@ from forked import Program
 from normkit_papers import results
 from normkit_papers.cli import COMMANDS, main
 from normkit_papers.recipes import RECIPES
+from normkit_papers.report import summary
 from normkit_papers.studies import demo as demo_module
 from normkit_papers.studies import rows
 from normkit_papers.studies.catalogue import STUDIES
@@ -184,6 +185,8 @@ def test_reports_of_runs_rows_and_figures(demo, tmp_path, capsys):
     shutil.copytree(demo / "un", tmp_path / "un", ignore=shutil.ignore_patterns("result.json", "*.safetensors"))
     assert main(["report", str(demo / "layer"), str(tmp_path / "un"), "--compare"]) == 0
     assert f"not ended: {tmp_path / 'un'}" in capsys.readouterr().err
+    copy = shutil.copytree(demo / "un", tmp_path / "copy")
+    assert [len(each.results) for each in summary.groups(results.find([demo / "un", copy])).popitem()[1]] == [1]
 
 
 @pytest.mark.parametrize(

@@ -118,11 +118,6 @@ def add_runs(page: Page, found: Results) -> None:
     page.lines(dict.fromkeys(result["command"] for result in found.values() if result["command"]))
 
 
-def faults(run: Recorded) -> list[str]:
-    """Return the faults that a run's recorded statistics show, a line each."""
-    return [f"{run.label}: {fault}" for fault in diagnose(run.recording).faults] if run.recording.quantities else []
-
-
 def add_recordings(page: Page, runs: Sequence[Recorded]) -> None:
     """Add the recorded statistics of runs, and the faults that they show."""
     runs = [run for run in runs if run.recording.quantities]
@@ -139,7 +134,8 @@ def add_recordings(page: Page, runs: Sequence[Recorded]) -> None:
     for run in runs:
         found = diagnose(run.recording)
         unchecked |= dict.fromkeys(one.message for one in found if one.kind == NOT_CHECKED)
-        page.lines(faults(run) or [f"{run.label}: no fault in {len(found.checked)} checks"])
+        faults = [f"{run.label}: {fault}" for fault in found.faults]
+        page.lines(faults or [f"{run.label}: no fault in {len(found.checked)} checks"])
     if unchecked:
         page.lines(f"not checked: {message}" for message in unchecked)
 

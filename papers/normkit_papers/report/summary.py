@@ -66,7 +66,8 @@ def groups(results: Results) -> dict[str, list[Group]]:
     found: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     for folder, result in results.items():
         same = found.setdefault(" on ".join(job(result)), {}).setdefault(names[folder], [])
-        if all(result["run"]["seed"] != each["run"]["seed"] for each in same):  # a copy is no other sample
+        settings = {**result["run"], "name": ""}
+        if all({**each["run"], "name": ""} != settings for each in same):  # a copy is no other sample
             same.append(result)
     return {kind: [Group(*pair) for pair in members.items()] for kind, members in found.items()}
 
