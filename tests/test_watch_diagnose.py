@@ -268,6 +268,8 @@ def test_losses_that_came_back_from_a_peak_or_have_one_class():
     assert kinds(rows([0.1 / (1 + step) for step in range(15)], 0.0)) == ["loss"]
     assert kinds(rows([5.5, 3.3, 3.3, 3.5, 3.9, 4.4, 4.8, 5.0, 4.9, 4.8, 4.6, 4.4, 4.2, 4.1, 3.9], 3.2)) == ["loss"]
     assert kinds(rows([4e9 - 1e8 * step for step in range(15)], 2.3)) == ["loss"], "falls, and is far above"
+    young = diagnose(rows([6.0 - 0.1 * step for step in range(15)], 4.2))
+    assert [(each.kind, each.evidence["loss"]) for each in young if each.evidence] == [(NOT_CHECKED, 4.6)]
     continued = [2.257, 2.36, 2.3, 2.4, 2.31, 2.36, 2.34, 2.35]
     assert kinds(rows(continued * 2, 3.27)) == [], "a model that was trained before"
     assert kinds(rows(continued * 2, 2.4)) == ["loss"]

@@ -284,8 +284,9 @@ def _load_lines(path: Path, out: Path) -> str:
     """Return two lines of Python that load the result."""
     if (path / "modules.json").is_file():
         return (
-            "from sentence_transformers import SentenceTransformer\n"
-            f'model = SentenceTransformer("{out}", trust_remote_code=True)  # runs {out}/load.py'
+            "from sentence_transformers import SentenceTransformer  # pip install sentence-transformers\n"
+            f'model = SentenceTransformer("{out}", trust_remote_code=True)  # runs {out}/load.py\n'
+            "# or, without its pooling, transformers.AutoModel.from_pretrained with the same arguments"
         )
     autos = json.loads((out / "config.json").read_text(encoding="utf8")).get("auto_map", {})
     auto = "AutoModelForCausalLM" if "AutoModelForCausalLM" in autos else next(iter(autos), None)

@@ -5,7 +5,16 @@ import statistics
 
 from normkit.norms import PowerNorm
 from normkit.watch.findings import LIMITS, LOSS, MASK, Check, Finding, above, by_site
-from normkit.watch.learning import bad_batches, collapse, dead_channels, large_values, loss, outlier_tokens, spike
+from normkit.watch.learning import (
+    bad_batches,
+    collapse,
+    dead_channels,
+    large_values,
+    loss,
+    outlier_tokens,
+    spike,
+    young,
+)
 from normkit.watch.rows import Recording, Series
 from normkit.watch.sites import Traits, traits
 
@@ -104,7 +113,7 @@ def _of_batches(norm: Traits) -> bool:
 
 CHECKS = (
     Check("loss", loss, "loss", None, 4, 100, LOSS),
-    Check("constant prediction", lambda check, recording: [], "constant_loss", None, how=LOSS),  # part of "loss"
+    Check("constant prediction", young, "constant_loss", None, how=LOSS),  # the faults are those of "loss"
     *(Check("nan", by_site(
         0, f"{{0:.0f}} {passes} were not finite or all padding and moved no statistics",
         "look for NaN or infinity in the data, and for a mask that is inverted; then lower the learning rate",
@@ -128,7 +137,7 @@ CHECKS = (
         number=spike), "gradient_norm", None, 4),
     Check("warm-up", by_site(
         0, "the warm-up has not ended, and lasts at least {0:.0f} more steps: training used each batch's own"
-        " statistics, evaluation uses the running ones", "train longer than that, or give a shorter warmup=",
+        " statistics, evaluation uses the running ones", "train longer, or give warmup=, such as a tenth of the steps",
         number=Series.last),
         "warmup_left", lambda norm: norm.warms_up),
     Check("padding", by_site(

@@ -4,7 +4,7 @@ import itertools
 import math
 import statistics
 
-from normkit.watch.findings import LIMITS, Check, Finding, above, first_where, format_sites
+from normkit.watch.findings import LIMITS, NOT_CHECKED, Check, Finding, above, first_where, format_sites
 from normkit.watch.rows import Recording, Series
 
 FAST = 0.8  # loss over that before it, below which it falls fast
@@ -82,6 +82,17 @@ def loss(check: Check, recording: Recording) -> list[Finding]:
         "set gradients to zero each step, lower the learning rate, or normalize before each sublayer",
         kind="exploding",
     )
+
+
+def young(check: Check, recording: Recording) -> list[Finding]:
+    """Say that a loss is still above a constant prediction's, and falls: nothing can be said of it yet."""
+    end, constant = recording.of("loss").get(""), recording.middle("constant_loss", "")
+    if end is None or stalled(recording) or not (late := end.late()) or not late[-1] > constant:
+        return []
+    message = (
+        f"{check.kind}: the loss is above it, {late[-1]:.4g} against {constant:.4g}, and still falls; train longer"
+    )
+    return [Finding(NOT_CHECKED, ("",), message, {"loss": late[-1], "constant": constant})]
 
 
 def collapse(check: Check, recording: Recording) -> list[Finding]:

@@ -80,6 +80,8 @@ def _apply(rule: Rule, table: Table) -> tuple[str, str]:
     form = "+.3g" if rule.than or rule.fails else ".3g"
     signed = [(less if form == "+.3g" else -less, half) for less, half in found]
     detail = ", ".join(f"{x:{form}} ± {half:.2g}" if half == half else f"{x:{form}}, no interval" for x, half in signed)
+    if learned != ran:  # which also leaves the verdict open
+        detail += f"; of {len(ran)} columns {len(learned)}, in the others the models learned too little"
     return min(verdicts, key=ORDER.index), detail
 
 
