@@ -240,7 +240,7 @@ class GiveMask:
         return fitted
 
     def _see_layout(self, norm: nn.Module, call: MaskedCall, mask: Tensor, shape: torch.Size, warns: bool) -> None:
-        """Keep the layout that an input shows, for those that do not: of equal lengths, or flattened."""
+        """Keep the layout that an input shows, for inputs of equal lengths, or flattened."""
         route, is_square = call.route, mask.shape[0] == mask.shape[1]
         if len(shape) == 3 and shape[1] != shape[2] and mask.shape[1] in shape[1:]:
             self.heads_second = shape[1] != mask.shape[1]

@@ -18,7 +18,7 @@ Limits = Mapping[str, tuple[int, int | None]]
 
 
 def takes_other_sizes(model: TensorModel, path: Path, axes: Axes, tolerance: float) -> bool:
-    """Return True if a file computes what the model does where each open axis is longer or shorter by one."""
+    """Return True if a file agrees with its model where each open axis is longer or shorter by one."""
     for more in (1, -1):
         given = list(model.given)
         for i, name in enumerate(model.names):
@@ -60,7 +60,7 @@ def true_limits(
 
 
 def _beyond(model: TensorModel, path: Path, axes: Axes, axis: int, tolerance: float, sizes: list[int]) -> str:
-    """Return "" if a file computes what the model does at these sizes, "fails" if the model fails, or "differs"."""
+    """Compare a file with its model at some sizes: "" if they agree, "differs", or "fails" if the model does."""
     opened = [axis in axes.get(name, ()) for name in model.names]
     result = ""
     for size in sizes:

@@ -54,7 +54,7 @@ class Comparison(NamedTuple):
 
     @torch.no_grad()
     def distances(self, model: nn.Module, batches: Iterable[Any]) -> Tensor:
-        """Return the distances of real positions; of `[batch, time, channels]`, of the means over time."""
+        """Return the distance of each real position; of vectors over time, of their means."""
         found = []
         for batch in batches:
             mask, theirs, mine = self.mask(batch), self.values(self.original, batch), self.values(model, batch)

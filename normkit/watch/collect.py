@@ -56,7 +56,7 @@ class Memory:
         return {f"running_{name}": value for name, value in zip(batch, old, strict=True)} if self.samples > 1 else {}
 
     def always_zero(self, side: str, quadratic: Tensor, count: Tensor | float = 1.0) -> Tensor:
-        """Return `[C]`, True where the mean square `quadratic [C]` of inputs or gradients was zero in all samples."""
+        """Return `[C]`, True where mean squares `[C]` of one side have been zero in all samples."""
         zero = (quadratic == 0) | (torch.as_tensor(count) == 0)
         before = self.zero.get(side, zero).to(zero.device)
         self.zero[side] = zero & before if before.shape == zero.shape else zero
@@ -253,7 +253,10 @@ class LossMeter:
         self.smoothing = smoothing
 
     def add_numbers(self, targets: Tensor, binary: bool = False) -> None:
-        """Add targets `[batch, ...]` of a squared error, or of `binary` cross-entropy; each place has its constant."""
+        """Add targets `[batch, ...]` of a squared error or a `binary` cross-entropy.
+
+        A constant prediction may differ from place to place of a target.
+        """
         if not targets.numel():
             return
         wide = torch.float32 if targets.device.type == "mps" else torch.float64

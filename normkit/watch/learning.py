@@ -85,7 +85,7 @@ def loss(check: Check, recording: Recording) -> list[Finding]:
 
 
 def young(check: Check, recording: Recording) -> list[Finding]:
-    """Say that a loss is still above a constant prediction's, and falls: nothing can be said of it yet."""
+    """Name a loss that is above a constant prediction's and falls: it is too early to judge."""
     end, constant = recording.of("loss").get(""), recording.middle("constant_loss", "")
     if end is None or stalled(recording) or not (late := end.late()) or not late[-1] > constant:
         return []

@@ -168,7 +168,7 @@ class Recorder:
             self.add_loss(loss)
 
     def _of_batch(self, loss: Tensor, logits: Tensor, labels: Tensor, all_items: Any) -> Tensor:
-        """Return the mean loss of a batch, which some models of transformers divide by the labels of all batches."""
+        """Return the mean loss of a batch; some models divide it by the labels of all batches."""
         inner = getattr(self.model, "module", self.model)  # of DDP
         shifted = int(logits.dim() == 3 and getattr(inner, "loss_type", "") == "ForCausalLM")
         labels = labels[..., shifted:]
@@ -354,7 +354,7 @@ class NormRecorder:
         self.recorder.pending.append(Sample(step, self.site, fields))
 
     def _lacks_gradient(self) -> bool:
-        """Return True if none of the norm's outputs so far has had a gradient, though its weights are trained."""
+        """Return True if the norm's weights are trained, and no output has had a gradient."""
         weight = getattr(self.site.module, "weight", None)
         trains = isinstance(weight, Tensor) and weight.requires_grad and self.recorder.has_gradient
         return trains and self.waited and "g" not in self.memory.zero and self.memory.samples > 1

@@ -45,11 +45,10 @@ def ended(folder: Path) -> dict[str, Any] | None:
 
 
 def unfinished(paths: Iterable[str | Path]) -> list[Path]:
-    """Return the folders of runs, at any depth, that have not ended; a folded run has weights and no result."""
+    """Return the folders of runs, at any depth, that have not ended."""
     runs = dict.fromkeys(file.parent for path in paths for file in sorted(Path(path).rglob("run.json")))
-    return [
-        each for each in runs if ended(each) is None and (exists(each) or not (each / "model.safetensors").is_file())
-    ]
+    folded = {each for each in runs if not exists(each) and (each / "model.safetensors").is_file()}
+    return [each for each in runs if each not in folded and ended(each) is None]
 
 
 def find(paths: Iterable[str | Path]) -> dict[Path, dict[str, Any]]:

@@ -225,7 +225,9 @@ def with_options(spec: str, more: Settings) -> str:
 
 
 def plain(spec: str) -> str:
-    """Leave out options that have their default, so that one norm has one name; a `warmup` stays, see `warmed`.
+    """Leave out options that have their default, so that one norm has one name.
+
+    A `warmup` stays; see `warmed`.
 
     >>> plain("un(window=4, alpha=0.8)"), plain("un(warmup=auto)")
     ('un(alpha=0.8)', 'un(warmup=auto)')
