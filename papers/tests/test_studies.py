@@ -370,7 +370,7 @@ def test_a_study_goes_on_to_the_same_weights_after_a_worker_was_killed(tmp_path,
         follow(display)
 
     monkeypatch.setattr(runner.Display, "follow", kill)
-    slow = {"pocket": Base("slow", RECIPES["vit_digits"], {**FAST, "steps": 300, "valid_every": 0})}
+    slow = {"pocket": Base("slow", RECIPES["vit_digits"], {**FAST, "steps": 150, "valid_every": 0})}
     study = dataclasses.replace(ONE, rows=ONE.rows[:2], columns=(dataclasses.replace(ONE.columns[0], base=slow),))
     plan = runner.plan([study], "pocket", tmp_path, seeds=1)
     with pytest.raises(ValueError, match="--processes"):
@@ -378,10 +378,9 @@ def test_a_study_goes_on_to_the_same_weights_after_a_worker_was_killed(tmp_path,
     again = runner.plan([study], "pocket", tmp_path, seeds=1)
     status = runner.run_studies([study], "pocket", tmp_path, again, "", processes=2, console=QUIET)
     assert set(status.values()) == {"done"}
-    for folder, run in plan.todo.items():
-        alone = tmp_path / "alone" / folder.parent.name
-        train(run, alone)
-        assert (alone / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    for folder, run in list(plan.todo.items())[:1]:  # the first worker's, which was killed
+        train(run, tmp_path / "alone")
+        assert (tmp_path / "alone/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
 def test_similarity_is_measured_once_against_the_first_row(tmp_path, monkeypatch):

@@ -2,12 +2,14 @@
 
 import copy
 import dataclasses
+import functools
 import random
 
 import image_files as made
 import numpy as np
 import pytest
 import torch
+from corpus_files import cache_with_kernels
 from normkit_papers.data.images import ImageData, ImageSplit, read_images
 from normkit_papers.data.vocab import Vocab
 from normkit_papers.models.classifiers import classifier
@@ -35,7 +37,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def cheap(tmp_path, monkeypatch):
-    monkeypatch.setenv("NORMKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("NORMKIT_CACHE", str(cache_with_kernels(tmp_path / "cache")))
     monkeypatch.setattr(task_images.ImageClassification, "calibration_batches", 2)
 
 
@@ -120,6 +122,21 @@ def test_the_average_of_weights_and_statistics(norm):
         float(value) for name, value in average.module.state_dict().items() if name in whole and "skip" not in name
     ]
     assert 5.0 in steps
+
+
+def test_bfloat16_in_compiled_graphs_trains_the_same_model(folder, tmp_path, monkeypatch):
+    graphs = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")  # Inductor needs a C++ compiler
+    monkeypatch.setattr(torch.nn.Module, "compile", graphs)
+    model = dataclasses.replace(TINY, norm="un(warmup=2)")
+    run = dataclasses.replace(SMALL, data=str(folder), model=model, steps=3, valid_every=3, lr=1e-3)
+    slow = train(run, tmp_path / "float32")
+    fast = train(dataclasses.replace(run, precision="bf16-mixed", compile=True), tmp_path / "compiled")
+    for ours, theirs in zip(fast["curve"] + fast["valid"], slow["curve"] + slow["valid"], strict=True):
+        losses = [each.get("train_loss", each.get("loss")) for each in (ours, theirs)]
+        assert losses[0] == pytest.approx(losses[1], rel=2**-7), ours  # bfloat16 has 8 bits
+        assert losses[0] != losses[1], "it was not in bfloat16"
+    buffers = dict(load(tmp_path / "compiled").model.named_buffers())
+    assert {buffer.dtype for buffer in buffers.values() if buffer.is_floating_point()} == {torch.float32}
 
 
 def test_averaged_run_resumes_to_the_same_bits(folder, tmp_path):

@@ -1,7 +1,6 @@
 """Sequence-to-sequence tasks: BLEU and error rates, runs, stopping rules, several processes."""
 
 import dataclasses
-import functools
 import json
 
 import pytest
@@ -149,21 +148,6 @@ def test_training_stops_below_a_learning_rate(corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_bfloat16_in_compiled_graphs_trains_the_same_model(corpus, tmp_path, monkeypatch):
-    graphs = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")  # Inductor needs a C++ compiler
-    monkeypatch.setattr(torch.nn.Module, "compile", graphs)
-    model = dataclasses.replace(TINY, norm="un(warmup=2)", dropout=0.0)
-    run = changed(corpus, model=model, steps=3, valid_every=3, checkpoint_every=0, test_items=5)
-    slow = train(run, tmp_path / "float32")
-    fast = train(dataclasses.replace(run, precision="bf16-mixed", compile=True), tmp_path / "compiled")
-    for ours, theirs in zip(fast["curve"] + fast["valid"], slow["curve"] + slow["valid"], strict=True):
-        losses = [each.get("train_loss", each.get("loss")) for each in (ours, theirs)]
-        assert losses[0] == pytest.approx(losses[1], rel=2**-7), ours  # bfloat16 has 8 bits
-        assert losses[0] != losses[1], "it was not in bfloat16"
-    buffers = dict(load(tmp_path / "compiled").model.encoder.final_norm.named_buffers())
-    assert {buffer.dtype for buffer in buffers.values() if buffer.is_floating_point()} == {torch.float32}
-
-
 @pytest.mark.parametrize("allowed", [range(2, 60), range(2, 30)])
 def test_validation_loss_counts_every_symbol_once(allowed, corpus):
     data, config = prepare(locate(str(corpus)), subwords=60, share=True), dataclasses.replace(TINY, mask_logits=True)
