@@ -31,7 +31,9 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/papers demo $(DEMO_ARGS)
 
-test: lint docs tests
+test: $(VENV)/.dev
+	$(MAKE) --jobs=2 lint docs
+	$(MAKE) tests
 
 tests: $(VENV)/.dev
 	$(PYTEST) $(PYTEST_ARGS)
