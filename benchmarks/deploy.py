@@ -9,9 +9,9 @@ All variants of a model take turns in 60 rounds, and a ratio is taken within a r
 20th and 80th percentile. LayerNorm and the others are compared in the same scheme. Schemes: float32; attention,
 which is float32 with `fuse_attention=True`; tool, which is that after `onnxruntime.transformers.optimizer`; dynamic,
 onnxruntime's dynamic quantization for each channel; int8-attention, which is that of the file with fused attention;
-products and stream, static quantization of products alone and of the residual stream too. `likeness` is the cosine of
-the outputs, averaged over tokens, to those of the original, LayerNorm in float32; of random weights, to those of the
-same norm in float32. It is the mean over 64 windows of 64 tokens of the text.
+products, static quantization of products. `likeness` is the cosine of the outputs, averaged over tokens, to those of
+the original, LayerNorm in float32; of random weights, to those of the same norm in float32. It is the mean over 64
+windows of 64 tokens of the text.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from typing import Any
 
 from rows import QUIET, commit, keep, processor
 
-SCHEMES = ("float32", "attention", "tool", "dynamic", "int8-attention", "products", "stream")
+SCHEMES = ("float32", "attention", "tool", "dynamic", "int8-attention", "products")
 FUSED = ("LayerNormalization", "SkipLayerNormalization", "Attention", "MultiHeadAttention", "Gelu", "BiasGelu")
 KEY = ("model", "runtime", "batch", "threads", "scheme", "norm")
 COLUMNS = (
@@ -160,7 +160,7 @@ def write(subject: Subject, norm: str, scheme: str, batch: int, folder: Path) ->
     else:
         calls = [subject.inputs(batch) for _ in range(4)] if batch > 1 else subject.batches
         feeds = [{name: t.numpy() for name, t in call.items()} for call in calls]
-        quantize(source, path, feeds, stream=scheme == "stream")
+        quantize(source, path, feeds)
     return path
 
 

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from normkit.fold import fold
 from normkit.models import convert, export
-from normkit.models.invoke import Call
-from normkit.models.quantize import calibration
 from normkit.norms import make
 
 OTHERWISE = {  # divisions and means that are no norm's
@@ -220,13 +218,10 @@ def test_bad_input_raises_before_anything_is_written(tmp_path, monkeypatch):
         ("training", lambda: export(nn.Linear(4, 2), path, x)),
         (r"m\.pb", lambda: export(model, tmp_path / "m.pb", x)),
         (r"folder\.pt2", lambda: export(model, tmp_path / "folder.pt2", x)),
-        ("path", lambda: export(model, 3, x)),
         (r"float32\[2, 3\]", lambda: export(model, path, torch.randn(2, 3))),
         ("finite", lambda: export(model, path, x * float("nan"))),
         ("tensor", lambda: export(model, path, x, outputs=lambda out: None)),
         ("outputs=", lambda: export(model, path, x, outputs=lambda out: out.logits)),
-        ("outputs", lambda: export(model, path, x, outputs={})),
-        ("dynamic", lambda: export(model, path, x, dynamic="x")),
         *(("tolerance", lambda t=t: export(model, path, x, tolerance=t)) for t in (-1.0, "low", float("nan"))),
     ):
         with pytest.raises((TypeError, ValueError), match=named):
@@ -260,13 +255,6 @@ def mixer() -> nn.Module:
     return fold(randomize(convert(Mixer(), "un")).eval(), torch.randn(4, 16))[0]
 
 
-def test_keywords_of_a_batch_may_come_in_any_order():
-    ids, mask = torch.ones(2, 3), torch.zeros(2, 3)
-    batches = calibration([{"mask": mask, "ids": ids}], Call((), {"ids": ids, "mask": mask}), dynamic=True)
-    assert batches[0][0] is ids
-    assert batches[0][1] is mask
-
-
 def test_bad_batches_and_formats_are_named(mixer, tmp_path):
     x, path = torch.randn(4, 16), tmp_path / "m.onnx"
     for named, given in (
@@ -274,10 +262,8 @@ def test_bad_batches_and_formats_are_named(mixer, tmp_path):
         (r"float32\[4, 8\]", [x, torch.randn(4, 8)]),
         (r"x=float32\[4, 16\]", [{"x": x}]),
         (r"int64\[4, 16\]", [x.long()]),
-        ("'words'", ["words"]),
         ("NaN", [x, x / 0]),
         ("int8", True),
-        ("int8", "words"),
         ("int8", x),
     ):
         with pytest.raises((TypeError, ValueError), match=named):
@@ -286,8 +272,6 @@ def test_bad_batches_and_formats_are_named(mixer, tmp_path):
         export(mixer, tmp_path / "missing" / "m.onnx", x)
     with pytest.raises(ValueError, match="example"):
         export(mixer, path, x, dynamic=False, int8=[torch.randn(2, 16)])
-    with pytest.raises(ValueError, match="stream"):
-        export(mixer, path, x, int8="dynamic", stream=True)
     with pytest.raises(ValueError, match=r"m\.pt2"):
         export(mixer, tmp_path / "m.pt2", x, int8=[x])
     assert not path.exists()
@@ -331,13 +315,12 @@ def test_integers_far_from_the_model_are_a_warning(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")  # the exporters' own
-def test_integers_are_close_to_the_float_model_where_the_scope_puts_them(mixer, tmp_path):
+def test_integers_are_in_the_products_alone_and_close_to_the_float_model(mixer, tmp_path):
     x, batches, read_by = torch.randn(4, 16), torch.randn(8, 4, 16), {}
     in_float = export(mixer, tmp_path / "float.onnx", x)
     assert in_float.cosine is None
-    for scope in ("dynamic", "products", "stream"):
-        int8 = scope if scope == "dynamic" else [*batches]
-        done = export(mixer, tmp_path / "m.onnx", x, int8=int8, stream=scope == "stream")
+    for scope in ("dynamic", "products"):
+        done = export(mixer, tmp_path / "m.onnx", x, int8=scope if scope == "dynamic" else [*batches])
         assert in_float.max_error < 1e-4 < done.max_error < 0.2, str(done)
         assert done.cosine > 0.99, str(done)
         graph = onnx.load(done.path).graph
@@ -345,20 +328,13 @@ def test_integers_are_close_to_the_float_model_where_the_scope_puts_them(mixer, 
         read_by[scope] = Counter(node.op_type for node in graph.node if dequantized.issuperset(node.input[:2]))
     assert read_by["products"]["Gemm"] == 4
     assert read_by["products"]["Add"] == 0
-    assert read_by["stream"]["Add"] == 2
     assert list(tmp_path.glob("*prepared*")) == []
 
 
 @pytest.mark.filterwarnings("ignore")  # the exporters' own
-def test_masks_and_sums_of_positions_are_no_integers_of_eight_bits(tmp_path):
-    case, ids = case_of("bert"), torch.randint(0, 10, (4, 6))
+def test_integers_of_a_model_with_masks_whose_batches_name_their_inputs_in_another_order(tmp_path):
+    case = case_of("bert")
     assert (case.kwargs["attention_mask"] == 0).any()
-    given = {"int8": [case.kwargs], "stream": True, "outputs": case.outputs}
+    given = {"int8": [dict(reversed(case.kwargs.items()))], "outputs": case.outputs}
     done = export(case.model, tmp_path / "m.onnx", **given, **case.kwargs)
-    assert done.cosine > 0.99, str(done)
-    positions = built(  # which it counts from 1
-        lambda m, tokens: m.out(m.tokens(tokens) + m.places(torch.arange(tokens.shape[1]) + 1)),
-        tokens=nn.Embedding(10, 16), places=nn.Embedding(10, 16), out=nn.Linear(16, 4),
-    )  # fmt: skip
-    done = export(positions.eval(), tmp_path / "m.onnx", ids, int8=[ids], stream=True)
     assert done.cosine > 0.99, str(done)

@@ -112,7 +112,6 @@ def export(
     dynamic: bool = True,
     tolerance: float | None = None,
     int8: Iterable[Any] | Literal["dynamic"] | None = None,
-    stream: bool = False,
     fuse_attention: bool = False,
     **kwexample: Any,
 ) -> Exported:
@@ -133,8 +132,6 @@ def export(
             activations while the model runs; it needs no data. Batches calibrate a static quantization of matrix
             products and convolutions; they have the form of the example. The errors of the result are then those
             of the integers, on the example; compare them with those that your task allows.
-        stream: With batches in `int8`: quantize additions and multiplications too, so that residual streams are
-            integers.
         fuse_attention: Write each `scaled_dot_product_attention` as one operation of onnxruntime, which other runtimes
             lack. onnxruntime's own fusion does this only beside a LayerNorm.
         **kwexample: Keyword arguments of the call.
@@ -158,7 +155,7 @@ def export(
     check_not_meta(model, "export")
     warn_untrained(model, "export")
     require_functions(outputs=outputs)
-    require_flags(dynamic=dynamic, stream=stream, fuse_attention=fuse_attention)
+    require_flags(dynamic=dynamic, fuse_attention=fuse_attention)
     allowed = "a number of at least 0, or None"
     require(tolerance is None or (is_number(tolerance) and tolerance >= 0), "tolerance", tolerance, allowed)
     path = check_target(path, int8, fuse_attention)
@@ -172,7 +169,6 @@ def export(
         check_batches(int8, "int8=")
     else:
         require(int8 in (None, "dynamic"), "int8", int8, "'dynamic', batches to calibrate on, or None")
-        require(not stream, "stream", stream, "False without batches in int8")
     given = Call(example, kwexample).unpacked(model)
     with torch.no_grad():
         found = picked(example_call(model, given.copied(), "export", given), outputs)
@@ -206,7 +202,7 @@ def export(
         )
         made = replace(made, limits=limits)
         if int8 is not None:
-            quantize(in_float, new, [wrapped.feed(batch) for batch in batches] if static else None, stream)
+            quantize(in_float, new, [wrapped.feed(batch) for batch in batches] if static else None)
             made, got = replace(made, operations=_operations(new)), run(wrapped, new, wrapped.given)
         for file in sorted(new.parent.iterdir(), key=lambda file: file == new):  # the weights of a graph first
             file.replace(path.with_name(file.name))

@@ -42,16 +42,13 @@ def _kind(t: Tensor, dynamic: bool) -> tuple[torch.dtype, torch.Size]:
     return t.dtype, t.shape[dynamic and t.dim() > 0 :]
 
 
-def quantize(source: Path, path: Path, feeds: Iterable[dict[str, Any]] | None, stream: bool = False) -> None:
+def quantize(source: Path, path: Path, feeds: Iterable[dict[str, Any]] | None) -> None:
     """Quantize an ONNX file by onnxruntime, with a scale for each output channel of a weight.
-
-    The addition of an attention mask stays in float: its large negative numbers would leave the scores no resolution.
 
     Args:
         source: File in float.
         path: File to write.
         feeds: Inputs by name to calibrate on; None for dynamic quantization, which scales activations while it runs.
-        stream: Additions and multiplications compute in integers as well, so that residual streams are integers.
     """
     from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_dynamic, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -72,10 +69,10 @@ def quantize(source: Path, path: Path, feeds: Iterable[dict[str, Any]] | None, s
         def get_next(self) -> Any:
             return next(self.left, None)
 
-    in_float = {} if stream else {"OpTypesToExcludeOutputQuantization": PRODUCTS, "DedicatedQDQPair": True}
+    in_float = {"OpTypesToExcludeOutputQuantization": PRODUCTS, "DedicatedQDQPair": True}
     quantize_static(
-        prepared, path, Reader(), op_types_to_quantize=[*PRODUCTS, *(["Add", "Mul"] * stream)],
-        nodes_to_exclude=_masking(graph), activation_type=QuantType.QUInt8, extra_options=in_float, **options,
+        prepared, path, Reader(), op_types_to_quantize=PRODUCTS, activation_type=QuantType.QUInt8,
+        extra_options=in_float, **options,
     )  # fmt: skip
 
 
@@ -107,16 +104,3 @@ def _renamed(path: Path) -> Any:
     model.graph.value_info.extend(noted)
     onnx.save(model, path)
     return model.graph
-
-
-def _masking(graph: Any) -> list[str]:
-    """Names of the nodes between products and softmax: additions, and what makes the mask."""
-    producers = {output: node for node in graph.node for output in node.output}
-    waiting = [name for node in graph.node if node.op_type == "Softmax" for name in node.input]
-    found: dict[str, None] = {}
-    while waiting:
-        node = producers.get(waiting.pop())
-        if node is not None and node.op_type not in PRODUCTS and node.name not in found:
-            found[node.name] = None
-            waiting += node.input
-    return list(found)

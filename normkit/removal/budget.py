@@ -13,6 +13,7 @@ from normkit.models.fit import Moments, solve
 from normkit.models.invoke import Forward, call, seen
 from normkit.models.take_apart import take_norms_apart
 from normkit.norms import StatNorm
+from normkit.removal.distill import mask_of
 from normkit.removal.large_tokens import place_of
 
 Score = Callable[[nn.Module], float]  # of a model; lower is better
@@ -55,7 +56,6 @@ def choose(
     budget: float,
     *,
     forward: Forward | None = None,
-    mask: Callable[[Any], Tensor | None] = lambda batch: None,
     on_progress: Callable[[str, int, int], object] = lambda *_: None,
 ) -> Chosen:
     """Choose norms whose removal raises the score by no more than the budget.
@@ -73,13 +73,12 @@ def choose(
         base: The score of the original.
         budget: Largest rise of the score.
         forward: Called as `forward(model, batch)` in place of the model.
-        mask: Called as `mask(batch)`; returns True for real positions, or None.
         on_progress: Called as `on_progress(stage, done, of)`.
     """
     names = [name for name, module in converted.named_modules() if isinstance(module, StatNorm)]
     if set(names) - {name for name, _ in original.named_modules()}:
         take_norms_apart(original := copy_model(original), names)  # modules of norm and activation
-    order = _fit_alone(original, converted, names, batches, forward, mask)
+    order = _fit_alone(original, converted, names, batches, forward)
     tried = 0
 
     def rise(chosen: Iterable[str]) -> float:
@@ -126,7 +125,7 @@ def mixed(original: nn.Module, converted: nn.Module, names: Iterable[str]) -> nn
     return model
 
 
-def _fit_alone(original, converted, names, batches, forward, mask) -> list[str]:
+def _fit_alone(original, converted, names, batches, forward) -> list[str]:
     """Fit each norm on inputs and outputs of the original's; return the names as they ran."""
     found: dict[str, Moments] = {}
     real: list[Tensor | None] = []
@@ -141,7 +140,7 @@ def _fit_alone(original, converted, names, batches, forward, mask) -> list[str]:
 
     with seen(original, names, see):
         for batch in batches:
-            real.append(mask(batch))
+            real.append(mask_of(batch))
             call(original, batch, forward)
     for name, rows in found.items():
         if not rows.usable:

@@ -33,7 +33,6 @@ class Comparison(NamedTuple):
     outputs: Pick | None  # picks a tensor `[..., channels]` of the output; None: its logits or first tensor
     logits: bool
     forward: Forward | None  # called as `forward(model, batch)` in place of the model
-    mask: Callable[[Any], Tensor | None]  # of a batch: True for real positions, `[batch, time]`; None for all
 
     def values(self, model: nn.Module, batch: Any) -> Tensor:
         """Return a model's output that is compared, in float32 or wider."""
@@ -57,7 +56,7 @@ class Comparison(NamedTuple):
         """Return the distance of each real position; of vectors over time, of their means."""
         found = []
         for batch in batches:
-            mask, theirs, mine = self.mask(batch), self.values(self.original, batch), self.values(model, batch)
+            mask, theirs, mine = mask_of(batch), self.values(self.original, batch), self.values(model, batch)
             if not self.logits and mine.dim() == 3:
                 mask, theirs, mine = None, pooled(theirs, mask), pooled(mine, mask)
             found.append(self.distance(mine, theirs, mask))
@@ -73,7 +72,7 @@ class Comparison(NamedTuple):
                 theirs = self.values(self.original, batch)
             with seen(model, sites, lambda name, x, mask, y: found.append((y, mask))):
                 mine = self.values(model, batch)
-            mask = self.mask(batch)
+            mask = mask_of(batch)
             inner = [relative_error(x, y, real) for (x, real), y in zip(found, wanted, strict=True)]
             total = self.distance(mine, theirs, mask).mean() + torch.stack(inner).mean()
             if self.logits or mine.dim() != 3:

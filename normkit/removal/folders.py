@@ -243,7 +243,7 @@ def _rows(kind: str, model: Any, original: Any, texts: Texts) -> list[dict[str, 
     """Compare at several lengths, or at several positions of a language model's text."""
     lengths = [*(n for n in LENGTHS if n < texts.length), texts.length]
     if kind != "causal":
-        compare, rows = Comparison(original, None, kind == "head", None, mask_of), []
+        compare, rows = Comparison(original, None, kind == "head", None), []
         for batches in (texts.of_length(length, ITEMS) for length in (SHORT, *lengths)):
             tokens = sum(int(mask.sum()) for batch in batches if (mask := mask_of(batch)) is not None) / ITEMS
             each = compare.distances(model, batches).double()

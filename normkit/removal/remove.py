@@ -21,12 +21,13 @@ from normkit.models import calibrate, convert, find
 from normkit.models.checks import check_not_meta, check_not_wrapped
 from normkit.models.invoke import Call, Forward, Pick, arguments, call, check_batches
 from normkit.models.scale_loss import scale_loss
-from normkit.norms import StatNorm, make, parse
+from normkit.norms import StatNorm, parse
 from normkit.removal.blocks import blocks_of, train_blocks
 from normkit.removal.budget import Cost, Score, choose
 from normkit.removal.distill import Comparison, Loss, mask_of, train
 from normkit.removal.large_tokens import Bounded, add_clamps, clamp_writers, clamps_first
 
+TO = "un(warmup=0)"  # the norm that is trained and folded
 STEPS = 300  # of training
 LR, BLOCK_LR = 3e-4, 1e-3  # of the model and of single blocks
 IN_MEMORY = 32  # batches whose streams are in memory while blocks are trained
@@ -113,14 +114,11 @@ def remove_norms(
     outputs: Pick | None = None,
     logits: bool | None = None,
     forward: Forward | None = None,
-    mask: Callable[[Any], Any] = mask_of,
     loss: Loss | None = None,
     score: Score | None = None,
     unit: str = "",
     clamp: bool = False,
-    to: str = "un(warmup=0)",
     lr: float | None = None,
-    statistics: str | None = None,
     fold: Callable[[nn.Module], tuple[nn.Module, Report]] | None = None,
     seed: int = 0,
     checkpoint: Path | None = None,
@@ -129,7 +127,8 @@ def remove_norms(
     """Return a model without its norms, and a report; the model is not changed.
 
     Norms are converted to ones with frozen statistics and fitted to the original's by least squares. The model is then
-    trained a little, towards the original's outputs and what its norms return (embeddings stay), or with your loss.
+    trained a little, towards the original's outputs and what its norms return (embeddings stay), or with your loss
+    (on the statistics of batches, calibrated at the end).
     With `clamp` each block is trained alone first, towards the original's block. The result is folded, and verified
     in float64. With `budget` nothing is trained: the norms that the model can lose within the budget go, the others
     stay.
@@ -137,7 +136,7 @@ def remove_norms(
     Args:
         model: The trained model, on the device where it shall be trained.
         batches: Inputs: mappings of keywords, tuples of arguments, or single arguments. The first 8 serve the fit.
-            They are repeated if there are fewer than `steps`.
+            They are repeated if there are fewer than `steps`. The key `attention_mask` of a batch masks padding.
         steps: Training steps; some hundred towards the original's outputs, a thousand with labels. None for 300. With
             `clamp` first as many of each block.
         budget: Largest rise of the score, in its unit; None to train.
@@ -145,19 +144,14 @@ def remove_norms(
         outputs: Picks the tensor to compare from what the model returns; None for logits or hidden states.
         logits: True if these are logits; None if the model's output calls them so.
         forward: Called as `forward(model, batch)` in place of the model.
-        mask: Called as `mask(batch)`, returns True for real positions of the output, or None. By default the key
-            `attention_mask` of a batch, which then also masks the statistics of the norms.
         loss: Called as `loss(model, batch)`: train on it, with dropout. None for the distance from the original.
         score: Called as `score(model)`; lower is better. None for the distance from the original.
         unit: What `score` is, for the report.
         clamp: Clamp each channel of what stands in a norm's place to the range of what the norm returned. Without
             norms nothing else bounds the product in a gated MLP. With training the layers that write tokens much
             larger than others are clamped, too, and without `loss` each block is trained alone first.
-        to: Spec of the norm that is folded.
         lr: Highest learning rate. None for 3e-4, and for 1e-3 block by block. Without norms nothing bounds activations:
             a third of the model's own, or less.
-        statistics: Statistics of the new norms in training: "frozen", or "batches", calibrated at the end. None for
-            "batches" with `loss`, else "frozen".
         fold: Called as `fold(model)` in place of `normkit.fold` on the first batch.
         seed: Seed of dropout.
         checkpoint: File that training writes every 50 steps, or after each block, then one with `.whole` behind its
@@ -182,14 +176,12 @@ def remove_norms(
     if budget is not None and steps is not None:
         raise ValueError("remove_norms(budget=) trains nothing; leave out steps=")
     steps = STEPS if steps is None else steps
-    _check(model, batches, steps, budget, lr, statistics)
-    require_functions(outputs=outputs, forward=forward, mask=mask, loss=loss, score=score, fold=fold)
+    _check(model, batches, steps, budget, lr)
+    require_functions(outputs=outputs, forward=forward, loss=loss, score=score, fold=fold)
     if forward is not None and fold is None:
         raise ValueError("remove_norms(forward=) needs fold= too: a function that folds the model on an example")
-    if budget is not None and (loss is not None or statistics is not None):
-        raise ValueError("remove_norms(budget=) trains nothing; leave out loss= and statistics=")
-    frozen = (statistics or ("frozen" if loss is None else "batches")) == "frozen"
-    _check_spec(model, to)
+    if budget is not None and loss is not None:
+        raise ValueError("remove_norms(budget=) trains nothing; leave out loss=")
     progress = _Progress(on_progress)
     torch.manual_seed(seed)
     original = copy.deepcopy(model).eval()
@@ -200,17 +192,17 @@ def remove_norms(
     data = _endless(batches, first, iterator)
     with torch.no_grad():
         found = call(original, first[0], forward)
-    compare = Comparison(original, outputs, hasattr(found, "logits") if logits is None else logits, forward, mask)
+    compare = Comparison(original, outputs, hasattr(found, "logits") if logits is None else logits, forward)
     measured = first if held_out is None else list(held_out)
     unit = UNITS[compare.logits] if score is None else unit or "score"
     scored: Score = score or functools.partial(compare.mean, batches=measured)
-    mask_from = "attention_mask" if mask is mask_of and mask_of(first[0]) is not None else None
+    mask_from = "attention_mask" if mask_of(first[0]) is not None else None
     teacher = copy.deepcopy(original) if clamp else original
     if clamp:
         if budget is None:
             clamp_writers(teacher, first, forward)
         add_clamps(teacher, first, forward)
-    converted = convert(teacher, to, mask_from=mask_from).eval()
+    converted = convert(teacher, TO, mask_from=mask_from).eval()
     example = arguments(first[0])
     folding = fold or functools.partial(_fold, example=example, outputs=outputs)
 
@@ -227,9 +219,8 @@ def remove_norms(
     scores = {"original": scored(original)}
     if budget is not None:
         chosen = choose(
-            teacher, converted, first, scored, scores["original"], budget, forward=forward, mask=mask,
-            on_progress=progress,
-        )  # fmt: skip
+            teacher, converted, first, scored, scores["original"], budget, forward=forward, on_progress=progress
+        )
         folded, report = folded_and_scored(chosen.model)
         return folded, Removal(report, scores, unit, 0, chosen.costs, budget, chosen.forwards)
     calibrate(
@@ -246,7 +237,7 @@ def remove_norms(
             "8-bit integers cannot hold that. For these begin again with --multiply-adds, or in Python with "
             "fold(..., multiply_adds=True) in fold="
         )
-    if clamp and loss is None and frozen and blocks_of(teacher, first[0], forward):
+    if clamp and loss is None and blocks_of(teacher, first[0], forward):
         train_blocks(
             converted, teacher, list(islice(data, min(steps, IN_MEMORY))), steps=steps, lr=lr or BLOCK_LR, seed=seed,
             forward=forward, checkpoint=checkpoint,
@@ -261,10 +252,10 @@ def remove_norms(
         scales = entered.enter_context(scale_loss(converted)) if clamp and loss is None else None
         train(
             converted, loss or (lambda m, x: distance(m, x) + (SCALES * scales() if scales else 0)), data,
-            steps=steps, lr=lr or LR, dropout=loss is not None, frozen=frozen, checkpoint=checkpoint,
+            steps=steps, lr=lr or LR, dropout=loss is not None, frozen=loss is None, checkpoint=checkpoint,
             on_step=lambda step, _: progress("training, step", step, steps),
         )  # fmt: skip
-    if not frozen:
+    if loss is not None:
         calibrate(converted, islice(data, CALIBRATED), forward=forward, inplace=True)
     folded, report = folded_and_scored(converted)
     return folded, Removal(report, scores, unit, steps)
@@ -308,21 +299,12 @@ def _tables_kept(model: nn.Module) -> Iterator[None]:
         table.requires_grad_(True)
 
 
-def _check(model: Any, batches: Any, steps: Any, budget: Any, lr: Any, statistics: Any) -> None:
+def _check(model: Any, batches: Any, steps: Any, budget: Any, lr: Any) -> None:
     check_not_wrapped(model, "remove_norms")
     check_not_meta(model, "remove_norms")
     check_batches(batches, "remove_norms()")
     require(is_int(steps) and steps >= 1, "steps", steps, "a whole number of at least 1")
     require(budget is None or (is_number(budget) and budget >= 0), "budget", budget, "a number of at least 0")
     require(lr is None or (is_number(lr) and 0 < lr < float("inf")), "lr", lr, "a finite number above 0")
-    require(statistics in (None, "frozen", "batches"), "statistics", statistics, "'frozen', 'batches' or None")
-
-
-def _check_spec(model: nn.Module, to: str) -> None:
-    """Raise a ValueError unless a model has norms, and the spec is of one that folds."""
-    parse(to)
-    found = [norm for norm in find(model).values() if parse(norm.kind)[0] != "nonorm"]
-    if not found:
+    if all(parse(norm.kind)[0] == "nonorm" for norm in find(model).values()):
         raise ValueError("the model has no norms left to remove")
-    if not (isinstance(new := make(to, found[0].dim), StatNorm) and new.offline):
-        raise ValueError(f"to={to!r} computes statistics at inference, too; take un, mabn or power(groups=0)")
