@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from third_party_models import Case, padding, pixels, randomize, tokens
+from third_party_models import Case, padding, pixels, randomize, timm_case, tokens
 
 SIZES = {  # options of configurations in transformers, used where a configuration has them
     "vocab_size": 50, "hidden_size": 16, "d_model": 16, "n_embd": 16, "dim": 16, "embedding_size": 16,
@@ -210,12 +210,7 @@ def _image(kind: str) -> Case:
 
 
 def _timm(name: str) -> Case:
-    import timm
-
-    torch.manual_seed(0)
-    size = TIMM[name].get("img_size", FIXED.get(name, 64))
-    model = timm.create_model(name, num_classes=7, **TIMM[name])
-    return Case(randomize(model).eval(), (pixels(2, 3, size, size),), {})
+    return timm_case(name, TIMM[name].get("img_size", FIXED.get(name, 64)), **TIMM[name])
 
 
 def _torchvision(name: str) -> Case:

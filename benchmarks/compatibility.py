@@ -35,7 +35,6 @@ from normkit.fold import fold, to_rms
 from normkit.fold.report import Outcome
 from normkit.models import convert, find
 
-ROOT = Path(__file__).parents[1]
 OFFLINE = ("un", "batch", "renorm", "mabn", "pnv", "repbn", "power(groups=0)")
 ONLINE = ("as it is", "power(groups=2)")
 COLUMNS = (

@@ -15,7 +15,6 @@ windows of 64 tokens of the text.
 """
 
 import argparse
-import os
 import sys
 import tempfile
 from collections import Counter
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rows import QUIET, commit, keep, processor
+from rows import commit, keep, processor, quiet
 
 SCHEMES = ("float32", "attention", "tool", "dynamic", "int8-attention", "products")
 FUSED = ("LayerNormalization", "SkipLayerNormalization", "Attention", "MultiHeadAttention", "Gelu", "BiasGelu")
@@ -294,6 +293,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    if any(os.environ.get(key) != value for key, value in QUIET.items()):
-        os.execve(sys.executable, [sys.executable, "-W", "ignore", *sys.argv], {**os.environ, **QUIET})
+    quiet()
     main()

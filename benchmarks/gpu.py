@@ -106,8 +106,8 @@ PEERS: dict[str, dict[str, tuple[str, str, Callable]]] = {  # norm: package: mod
     },
 }  # fmt: skip
 OURS: dict[str, Callable] = {
-    "layer": lambda x, w, b: reference.RowNorm.apply(x, w, b, "layer", EPS, 1, kernels),
-    "rms": lambda x, w, b: reference.RowNorm.apply(x, w, None, "rms", EPS, 1, kernels),
+    "layer": lambda x, w, b: reference.NormalizeRows.apply(x, w, b, "layer", EPS, 1, kernels),
+    "rms": lambda x, w, b: reference.NormalizeRows.apply(x, w, None, "rms", EPS, 1, kernels),
 }
 TORCH: dict[str, Callable] = {
     "layer": lambda x, w, b: F.layer_norm(x, w.shape, w, b, EPS),

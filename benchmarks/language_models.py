@@ -116,12 +116,9 @@ def in_python(folder: Path, run: str) -> dict[str, float]:
     del result
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     return {
-        "files_gb": size / 1e9,
-        "peak_gb": peak,
-        "stays_gb": _resident() - held,
-        "seconds": seconds,
+        "files_gb": size / 1e9, "peak_gb": peak, "stays_gb": _resident() - held, "seconds": seconds,
         "forward_s": forward,
-    }
+    }  # fmt: skip
 
 
 def _resident() -> float:

@@ -2,7 +2,9 @@
 
 import csv
 import io
+import os
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,12 @@ def keep(path: Path, columns: Iterable[str], key: Iterable[str], rows: Iterable[
     writer.writeheader()
     writer.writerows(made[each] for each in sorted(made))
     write_whole(path, text.getvalue().encode())
+
+
+def quiet() -> None:
+    """Start this program again with the variables of `QUIET` if it does not have them."""
+    if any(os.environ.get(key) != value for key, value in QUIET.items()):
+        os.execve(sys.executable, [sys.executable, "-W", "ignore", *sys.argv], {**os.environ, **QUIET})
 
 
 def commit() -> str:

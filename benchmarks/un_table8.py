@@ -8,13 +8,12 @@ its peak.
 """
 
 import argparse
-import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rows import QUIET, commit, processor
+from rows import commit, processor, quiet
 
 IMAGE = 224
 MODELS = {  # by column: recipe, settings by scale, images in a call
@@ -124,6 +123,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    if any(os.environ.get(key) != value for key, value in QUIET.items()):
-        os.execve(sys.executable, [sys.executable, "-W", "ignore", *sys.argv], {**os.environ, **QUIET})
+    quiet()
     main()

@@ -202,7 +202,7 @@ def fold(given: argparse.Namespace) -> int:
     original opens the result. Its logits stay, or all outputs of a model without logits, and for sentence-transformers
     the last hidden states. Others, such as the states of T5's encoder, are scaled.
     """
-    Progress()("loading, tracing, folding, and comparing in float64", 0, 1, math.nan)
+    ProgressLine()("loading, tracing, folding, and comparing in float64", 0, 1, math.nan)
     found = fold_dir(given.model, given.out, given.untie)
     _write(str(found))
     if given.untie and not found.untied:
@@ -226,7 +226,7 @@ def remove_norms(given: argparse.Namespace) -> int:
     _check_device(given.device)
     names = ("text", "second", "steps", "budget", "length", "lr", "multiply_adds", "device", "seed")
     settings = Settings(**{name: getattr(given, name) for name in names})
-    progress = Progress()
+    progress = ProgressLine()
     progress("reading model and text", 0, 1, math.nan)
     try:
         found = remove_norms_dir(given.model, given.out, settings, resume=given.resume, on_progress=progress)
@@ -238,7 +238,7 @@ def remove_norms(given: argparse.Namespace) -> int:
     return 0
 
 
-class Progress:
+class ProgressLine:
     """Writes a line of progress to standard error, at most one in ten seconds."""
 
     def __init__(self) -> None:
@@ -261,7 +261,7 @@ def _duration(seconds: float) -> str:
 def export(given: argparse.Namespace) -> int:
     """Write a model as an ONNX or torch.export file, run it, and compare the outputs."""
     check_target(given.out, given.int8)
-    Progress()("loading the model, then tracing, writing and running it", 0, 1, math.nan)
+    ProgressLine()("loading the model, then tracing, writing and running it", 0, 1, math.nan)
     model = load_pretrained(given.model)
     if given.out.suffix == ".onnx" and any(each.dtype is torch.bfloat16 for each in model.parameters()):
         _write("the weights are bfloat16, in which onnxruntime lacks operations: exported in float32")

@@ -1,4 +1,4 @@
-"""Helpers of the folding tests: norms far from the identity, readers, checks of a fold."""
+"""Helpers of the folding tests: readers of a norm, checks of a fold."""
 
 import torch
 from third_party_models import randomize
@@ -6,14 +6,9 @@ from torch import Tensor, nn
 
 from normkit.fold import fold
 from normkit.models.difference import error
-from normkit.norms import Norm, make
+from normkit.norms import make
 
 DIM = 6
-
-
-def norm(spec: str = "batch", dim: int = DIM) -> Norm:
-    """A norm that is far from the identity."""
-    return randomize(nn.Sequential(make(spec, dim)))[0].eval()
 
 
 def check(model: nn.Module, *example, actions: str | None = None, **options):

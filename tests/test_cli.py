@@ -27,12 +27,6 @@ def failed(capsys, *words):
     return captured.err
 
 
-def test_list_names_every_norm(capsys):
-    assert main(["list"]) == 0
-    out = capsys.readouterr().out
-    assert all(f"  {name} " in out for name in nk.NORMS)
-
-
 @pytest.mark.parametrize("before", [True, False])
 def test_norms_of_an_imported_file_are_listed(capsys, tmp_path, before):
     own = "import normkit\nclass Mine(normkit.norms.RowNorm):\n    power: float = 2.5\nnormkit.NORMS['mine'] = Mine\n"
@@ -59,11 +53,15 @@ def test_an_interrupted_removal_says_how_to_go_on(capsys, monkeypatch, tmp_path,
 
 
 def test_bench_writes_its_rows(capsys, tmp_path):
-    assert main(["bench", "un", "--shape", "8x4", "--rounds", "2", "--out", str(tmp_path / "t.csv")]) == 0
+    assert main(["bench", "un", "rms", "--shape", "8x4", "--rounds", "2", "--out", str(tmp_path / "t.csv")]) == 0
     with (tmp_path / "t.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert {row["norm"] for row in rows} == {"nn.LayerNorm", "un"}
+    timed = {("nn.LayerNorm", "torch"), ("un", "normkit"), ("rms", "normkit"), ("rms", "torch")}
+    for which in ("train", "inference"):
+        assert {(row["norm"], row["provider"]) for row in rows if row["pass"] == which} == timed
     assert {row["shape"] for row in rows} == {"8x4"}
+    assert all(float(row["ratio"]) == 1 for row in rows if row["norm"] == "nn.LayerNorm")
+    assert all(float(row["low"]) <= float(row["ratio"]) <= float(row["high"]) for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -94,12 +92,6 @@ def test_diagnose_ends_with_1_where_it_finds_a_fault(capsys, tmp_path):
         assert capsys.readouterr().out
 
 
-def test_the_version(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
-    assert capsys.readouterr().out == f"normkit {nk.__version__}\n"
-
-
 @pytest.mark.filterwarnings("default")
 def test_a_warning_is_a_line(capsys, monkeypatch):
     monkeypatch.setattr("normkit.cli.list_", lambda _: warnings.warn("a\nb", stacklevel=1) or 0)
@@ -121,11 +113,6 @@ def test_variants_take_turns_and_the_first_one_runs_twice():
     assert len(timings.repeated) == len(timings.seconds["b"]) == 4
 
 
-def test_a_ratio_is_taken_within_a_round():
-    found = bench.ratio([1.0, 10.0, 200.0], [2.0, 20.0, 100.0])  # the machine slowed down in between
-    assert (found.median, found.rounds) == (0.5, 3)
-
-
 @pytest.mark.parametrize(
     ("repeated", "rounds", "possible"), [(1.0, 60, True), (1.05, 60, False), (0.9, 60, False), (1.0, 59, False)]
 )
@@ -140,12 +127,3 @@ def test_a_single_thread_is_pinned_while_measuring():
     bench.measure({"a": lambda: during.append(os.sched_getaffinity(0))}, rounds=1)
     assert all(len(cores) == 1 for cores in during)
     assert os.sched_getaffinity(0) == before
-
-
-def test_rows_of_norms_have_training_and_inference():
-    rows = bench.measure_norms(["un", "rms"], 8, 4, rounds=2)
-    timed = {("nn.LayerNorm", "torch"), ("un", "normkit"), ("rms", "normkit"), ("rms", "torch")}
-    for which in ("train", "inference"):
-        assert {(row["norm"], row["provider"]) for row in rows if row["pass"] == which} == timed
-    assert all(row["ratio"] == 1 for row in rows if row["norm"] == "nn.LayerNorm")
-    assert all(row["ms"] > 0 and row["low"] <= row["ratio"] <= row["high"] for row in rows)

@@ -6,9 +6,9 @@ Tested on models of four libraries, every kind of reader, and difficult cases.
 import pytest
 import torch
 import torch.nn.functional as F
-from fold_cases import DIM, Read, Tied, Two, check
+from fold_cases import DIM, Read, Two, check
 from small_models import built
-from third_party_models import FAMILIES, case_of, randomize, tokens
+from third_party_models import FAMILIES, case_of, randomize
 from torch import Tensor, nn
 
 from normkit.fold import fold
@@ -213,26 +213,6 @@ def test_a_norm_goes_back_into_a_linear_and_into_a_convolution(bias):
     check(patches, torch.randn(2, 3, 4, 4), actions="folded back")
 
 
-def test_norm_folds_backward_into_embeddings_and_class_token():
-    def forward(m, ids, types):
-        x = m.words(ids) * DIM**0.5 + m.types(types)
-        x = torch.cat([m.cls.expand(len(x), -1, -1), x], 1)
-        y = m.norm(x + m.positions[:, : x.shape[1]])
-        return y + m.after(y)
-
-    model = built(
-        forward, words=nn.Embedding(50, DIM, padding_idx=0), types=nn.Embedding(2, DIM), norm=make("batch", DIM),
-        cls=nn.Parameter(torch.randn(1, 1, DIM)), positions=nn.Parameter(torch.randn(1, 20, DIM)),
-        after=nn.Linear(DIM, DIM),
-    )  # fmt: skip
-    folded, report = check(model, tokens(3, 7), torch.zeros(3, 7, dtype=torch.long), actions="folded")
-    assert set(report.rows[0].into) == {"words", "types", "cls", "positions", "after"}
-    assert isinstance(folded.norm, nn.Identity)
-    for length in (1, 8, 19):  # positions that the example did not reach
-        given = tokens(2, length), torch.zeros(2, length, dtype=torch.long)
-        torch.testing.assert_close(folded.eval()(*given), model.eval()(*given), rtol=1e-4, atol=1e-5)
-
-
 def test_an_online_norm_or_another_reader_of_its_input_keeps_a_norm_where_it_is():
     check(Residual(nn.Linear(4, DIM), spec="layer"), torch.randn(3, 4), actions="kept")
     model = Residual(nn.Linear(4, DIM), lambda m, x: (h := m.before(x)) + 0 * h.tanh())
@@ -242,14 +222,6 @@ def test_an_online_norm_or_another_reader_of_its_input_keeps_a_norm_where_it_is(
 
 
 # -- sharing and ties -------------------------------------------------------------------------------------------------
-
-
-def test_a_tied_output_stays_tied_or_gets_its_own_copy():
-    folded, report = check(Tied(), tokens(2, 5), actions="multiply-add")
-    assert folded.head.weight is folded.embedding.weight
-    assert "untie=True" in report.rows[0].why
-    folded, _ = check(Tied(), tokens(2, 5), actions="folded", untie=True)
-    assert folded.head.weight is not folded.embedding.weight
 
 
 @pytest.mark.parametrize(("key", "action"), [("weight", "folded"), ("bias", "add")])

@@ -10,10 +10,8 @@ from small_models import built
 from torch import Tensor, nn
 
 from normkit.fold import fold, to_rms
-from normkit.fold.inputs import variants
 from normkit.models import convert
 from normkit.models.affine import Affine
-from normkit.models.invoke import Call
 from normkit.norms import make
 
 X, SOME = torch.randn(2, 5, DIM), torch.arange(10).view(2, 5) % 3 == 0
@@ -66,7 +64,6 @@ LATER = {  # how the norm's output is used, arguments of the example, later ones
     "a weight whose rows are one row": (lambda y, a, b: F.linear(y, a.weight[:1].expand(4, DIM)).tanh(),
                                         (torch.randn(2, 7, DIM),), (X,), "multiply-add"),
     "numbers as a list": (clamped(Tensor.tolist), (X,), (1e3 * X,), "multiply-add"),
-    "numbers as an array": (clamped(Tensor.numpy), (X,), (1e3 * X,), "multiply-add"),
 }  # fmt: skip
 
 
@@ -132,8 +129,7 @@ def test_constant_inputs_can_be_verified():
     two = Two(lambda y, a, b: a(y) if y.var(0).sum() < 1e-9 else b(y * y))
     model = built(lambda m, ids: m.two(m.embed(ids)), embed=nn.Embedding(9, DIM), two=two)
     both_agree_on(model, (torch.zeros(2, 5, dtype=torch.long),), (torch.randint(9, (2, 5)),), "multiply-add")
-    calls = variants(nn.Linear(DIM, 2), Call((torch.zeros(2, DIM),), {}))
-    assert all(call[0][0].std() > 0.5 for call in calls.values())
+    both_agree_on(two, (torch.zeros(2, 5, DIM),), (X,), "multiply-add")
 
 
 def test_a_folded_weight_that_its_type_cannot_hold_is_refused():
@@ -153,47 +149,14 @@ def test_a_norm_that_is_the_whole_model():
     assert [row.action for row in report] == ["multiply-add"]
 
 
-def test_a_norm_with_two_names_that_is_called_with_a_mask():
-    """One norm under two names, called with a mask."""
-
-    def twice(norm: nn.Module, **kwargs) -> nn.Module:
-        def forward(m, x):
-            x = m.write(x)
-            x = x + m.one(m.a(x, **kwargs))
-            return m.two(m.b(x, **kwargs))
-
-        layers = {"write": nn.Linear(DIM, DIM), "one": nn.Linear(DIM, DIM), "two": nn.Linear(DIM, 4)}
-        return built(forward, a=norm, b=norm, **layers)
-
-    x, mask = torch.randn(2, 7, DIM), torch.rand(2, 7) > 0.5
-    folded, _ = check(twice(make("un", DIM), mask=None), x, actions="folded")
-    assert type(folded.a) is type(folded.b) is not nn.Identity, "it takes the mask"
-    check(twice(make("un", DIM)), x, actions="folded")
-    rms, _ = to_rms(twice(nn.LayerNorm(DIM)).eval(), x)
-    assert rms.a is rms.b
-    assert "rms" in rms.a.spec
-    assert folded.a(x, mask) is x
+def test_a_norm_that_is_called_with_a_mask():
+    model = built(lambda m, x: m.read(m.norm(torch.tanh(x), mask=None)), norm=make("un", DIM), read=nn.Linear(DIM, 4))
+    check(model, torch.randn(2, 7, DIM), actions="folded")
 
 
 def test_a_view_of_the_bits_of_a_norm_reads_it():
     model = Two(lambda y, a, b: a(y) + b(y) + 1e-9 * (y.view(torch.int32) > 0).sum())
     check(model, torch.randn(2, 5, DIM), actions="multiply-add")
-
-
-class Slots:
-    """An output whose tensor is in no `__dict__`."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Tensor):
-        self.value = value
-
-
-@pytest.mark.parametrize("wrap", [Slots, lambda y: iter([y]), lambda y: [[[[[[[y]]]]]]]])
-def test_an_output_that_is_hidden_in_an_object_stays(wrap):
-    model = Two(lambda y, a, b: (a(y) + b(y), wrap(y)))
-    check(model, torch.randn(2, 5, DIM), actions="multiply-add")
-    check(model, torch.randn(2, 5, DIM), actions="folded", outputs=lambda out: out[0])
 
 
 # -- weights and norms that the example does not use -------------------------------------------------------------------

@@ -11,9 +11,6 @@ from third_party_models import randomize
 from torch import Tensor, nn
 
 from normkit.fold import fold
-from normkit.fold.relations import Relations
-from normkit.fold.survey import Survey
-from normkit.models.invoke import Call
 from normkit.norms import make
 
 # -- operations that pass coordinates ----------------------------------------------------------------------------------
@@ -145,15 +142,6 @@ def test_an_expert_that_no_router_can_be_made_to_choose_keeps_the_norm():
     assert "up" in report.rows[0].why
 
 
-def test_the_time_of_a_plan_is_linear_in_the_number_of_slices():
-    def links(slices: int) -> int:
-        model = stream((slices, DIM, 4), lambda x, w: sum(torch.tanh(x @ part) for part in w), "rms").eval()
-        example = Call((torch.randn(2, 3, DIM),), {})
-        return len(Relations(Survey(model, example, None, False, False, "fold").trace, model, {}).links)
-
-    assert links(80) < 5 * links(20)
-
-
 def test_slices_of_one_weight_that_differ_fold_each_its_own_norm():
     def forward(m, x):
         for norm, weight in zip(m.norms, m.weight, strict=True):
@@ -178,27 +166,6 @@ def block(spec: str) -> nn.Module:
     layers = {"qkv": nn.Linear(DIM, 3 * DIM), "out": nn.Linear(DIM, DIM), "up": nn.Linear(DIM, 8),
               "down": nn.Linear(8, DIM), "modulation": nn.Sequential(nn.SiLU(), nn.Linear(DIM, 6 * DIM))}  # fmt: skip
     return built(forward, norm1=make(spec, DIM), norm2=make(spec, DIM), **layers)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_that_reads_the_type_of_a_norms_weight_folds(dtype):
-    def block(self, x):
-        return self.reader(x.to(self.norm.weight.dtype))
-
-    folded, report = fold(Read(nn.Linear(DIM, 4), block).to(dtype).eval(), torch.randn(2, 5, DIM, dtype=dtype))
-    assert [row.action for row in report] == ["folded"], report
-    assert folded.norm.weight.dtype == dtype
-    assert folded.half().norm.weight.dtype == torch.float16
-    assert [*folded.state_dict()] == ["reader.weight", "reader.bias"]
-
-
-def test_a_product_with_complex_numbers_is_only_read():
-    def spectrum(self, y):
-        return torch.view_as_real(self.reader(torch.complex(y, y.square())).transpose(0, 1))
-
-    model = Read(nn.Linear(DIM, 4, dtype=torch.complex128), spectrum).double()
-    _, report = fold(model.eval(), torch.randn(2, 5, DIM).double())
-    assert [row.action for row in report] == ["multiply-add"]
 
 
 def test_large_weights_are_followed_as_small_ones_are():
@@ -312,19 +279,6 @@ def test_one_channel_of_another_size_keeps_no_norm(post, key, value):
     assert report.native_error < 1e-5
     ordinary = sum(p.numel() for p in fold(residual(post), x)[0].parameters())
     assert sum(p.numel() for p in folded.parameters()) == ordinary, "rounding errors make no bias"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_gains_that_weight_decay_switched_off_fold_in_any_type(dtype):
-    model = randomize(nn.Sequential(nn.Linear(4, DIM), make("un", DIM), nn.Tanh(), nn.Linear(DIM, DIM),
-                                    make("power(groups=0)", DIM), nn.Linear(DIM, 2))).eval().to(dtype)  # fmt: skip
-    with torch.no_grad():
-        for norm in (model[1], model[4]):
-            norm.weight[:3] = torch.tensor([1e-14, -1e-30, 5e-324])
-    folded, report = fold(model, x := torch.randn(40, 4, dtype=dtype))
-    assert report.foldable == "2 of 2"
-    assert report.max_error < 1e-12
-    torch.testing.assert_close(folded(x), model(x), rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2)
 
 
 RESIZED = {  # dimensions, operation

@@ -1,4 +1,4 @@
-"""The result of folding: an ordinary model and a report; models with state."""
+"""The result of folding: an ordinary model and a report, which `audit` gives alone; models with state."""
 
 import copy
 import pickle
@@ -9,7 +9,7 @@ import pytest
 import torch
 from fold_cases import DIM, Read, Tied, check
 from small_models import built
-from third_party_models import CASES, randomize, tokens
+from third_party_models import case_of, randomize, tokens
 from torch import Tensor, nn
 
 import normkit as nk
@@ -76,17 +76,6 @@ def test_folding_twice_changes_nothing_more():
     assert torch.equal(again[1].weight, folded[1].weight)
 
 
-def test_reports_count_gains_and_what_untying_adds():
-    case = CASES["gpt2"]()
-    _, report = fold(case.model, *case.args, outputs=case.outputs, untie=True, **case.kwargs)
-    gains, added = report.count("gain folded"), case.model.get_input_embeddings().weight.numel()
-    assert gains > 1
-    assert report.untied == added == case.model.get_output_embeddings().weight.numel()
-    assert str(gains) in report.summary
-    assert f"{added:,}" in report.summary
-    assert all(tried in report.summary for tried in report.tried)
-
-
 def test_the_report_notes_a_comparison_that_shows_nothing():
     model = nn.Sequential(nn.Linear(DIM, DIM), randomize(make("un", DIM)), nn.Linear(DIM, 2)).eval()
     x = torch.randn(3, DIM)
@@ -106,13 +95,6 @@ def test_what_is_left_of_a_frozen_norm_stays_frozen():
         assert {p.requires_grad for p in folded.parameters()} == {trainable}
 
 
-def test_reports_name_norms_that_cannot_be_read():
-    model = nn.Sequential(make("un", DIM), nn.Linear(DIM, 4), nn.InstanceNorm1d(3)).eval()
-    report = fold(model, torch.randn(2, 3, DIM))[1]
-    assert "InstanceNorm1d" in str(report)
-    assert report.unreadable == audit(model, torch.randn(2, 3, DIM)).unreadable
-
-
 def test_outputs_that_rounding_changes_are_no_overflow():
     def forward(m, x):
         y = m.reader(m.norm(x))
@@ -125,29 +107,12 @@ def test_outputs_that_rounding_changes_are_no_overflow():
     assert 0 < report.native_error < 1e-5
 
 
-def test_parameters_of_untied_and_of_parametrized_layers_are_counted():
+def test_parameters_of_untied_layers_are_counted():
     model = convert(Tied(), "rms").eval()
     for untie in (False, True):
         folded, report = fold(model, tokens(2, 5), untie=untie)
         assert report.saved - report.untied == count(model) - count(folded)
         assert report.untied == (model.embedding.weight.numel() if untie else 0)
-    model = nn.Sequential(nn.Linear(4, DIM), make("un", DIM), nn.Linear(DIM, 2))
-    for layer in (model[0], model[2]):
-        nn.utils.parametrizations.weight_norm(layer)
-    model.eval()
-    folded, report = fold(model, torch.randn(3, 4))
-    assert report.saved == count(model) - count(folded) == 2 * DIM + DIM + 2
-
-
-@pytest.mark.parametrize("second", ["un", "layer"])
-def test_a_gain_that_two_norms_share_is_counted_once(second):
-    model = nn.Sequential(make("un", DIM), nn.Linear(DIM, DIM), make(second, DIM), nn.Linear(DIM, 2)).eval()
-    model[2].weight = model[0].weight
-    folded, report = fold(model, torch.randn(3, DIM))
-    assert report.saved == count(model) - count(folded), str(report)
-    model = nn.Sequential(*model[:3], nn.Flatten()).eval()  # the second stays
-    folded, report = fold(model, torch.randn(3, DIM))
-    assert report.saved == count(model) - count(folded), str(report)
 
 
 def count(model: nn.Module) -> int:
@@ -314,3 +279,44 @@ def test_statistics_that_are_not_trained_are_named(model, state, tmp_path):
         with pytest.warns(UserWarning, match=state) as found:
             verb()
         assert len([warning for warning in found if "(1)" in str(warning.message)]) == 1
+
+
+# -- the report without a fold ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "torchvision_swin"])
+def test_audit_predicts_fold_and_changes_nothing(name):
+    case = case_of(name)
+    model = randomize(convert(case.model, "un")).eval()
+    before = str(model), {key: t.clone() for key, t in model.state_dict().items()}
+    found = audit(model, *case.args, outputs=case.outputs, **case.kwargs)
+    assert str(model) == before[0]
+    for key, t in model.state_dict().items():
+        assert torch.equal(t, before[1][key])
+    _, report = fold(model, *case.args, outputs=case.outputs, **case.kwargs)
+    assert found.rows == report.rows
+    assert len(found) == len(list(found))
+
+
+class Flagged(nn.Sequential):
+    def forward(self, x, attention_mask=None, only_norm=False, context=None, scale=1.0):
+        return self[0](x) if only_norm else super().forward(x)
+
+
+def test_arguments_that_the_example_does_not_have_are_named():
+    model = convert(Flagged(nn.LayerNorm(4), nn.Linear(4, 4)), "un").eval()
+    found = audit(model, torch.randn(3, 4))
+    assert (found.absent, found.deciding) == (("attention_mask", "only_norm=False", "context", "scale=1.0"), ())
+    assert audit(model, torch.randn(3, 4), None, False, scale=2.0).absent == ("attention_mask", "context")
+
+
+class Deciding(nn.Sequential):
+    def forward(self, x):
+        x = self[0](x)
+        return self[1](self[2](x) if x.mean() > -100 else x)
+
+
+def test_modules_that_branch_on_values_are_named():
+    model = nn.Sequential(nn.Linear(4, 4), Deciding(nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)))
+    assert audit(convert(model, "un").eval(), torch.randn(3, 4)).deciding == ("1",)
+    assert audit(convert(model[0:1].append(nn.LayerNorm(4)), "un").eval(), torch.randn(3, 4)).deciding == ()

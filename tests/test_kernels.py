@@ -30,7 +30,6 @@ if REAL:
 else:  # the last bypass the caches
     SHAPES = ((7, 37), (64, 384), (33, 64)) if TRITON else ((1, 1), (7, 3), (33, 40), (300, 65), (4100, 560))
 DTYPES = (torch.float32, torch.bfloat16)
-FINE = {torch.float32: {"rtol": 2e-5, "atol": 2e-5}, torch.bfloat16: {"rtol": 1e-2, "atol": 1e-2}}
 ROUGH = {torch.float32: {"rtol": 2e-4, "atol": 2e-4}, torch.bfloat16: {"rtol": 3e-2, "atol": 3e-2}}
 
 
@@ -232,19 +231,6 @@ def test_rows_and_gradients_that_are_not_aligned_or_not_contiguous():
                 y.backward(dy())
                 seen += [y.detach(), leaf.grad]
         return seen
-
-    equal_to_the_reference(run, 1e-5)
-
-
-@pytest.mark.parametrize("spec", ["pnv(bias=False)", "batch", "un", "power(groups=2)", "rms(bias=True)"])
-def test_one_gain_and_bias_for_all_channels(spec):
-    def run():
-        norm, x = normkit.make(spec, 40).to(DEVICE), draw(9, 40).requires_grad_()
-        for key in [key for key in ("weight", "bias") if getattr(norm, key) is not None]:
-            setattr(norm, key, torch.nn.Parameter(draw(1)))
-        y = norm(x)
-        y.backward(draw(9, 40))
-        return [y.detach(), x.grad, *(p.grad for p in norm.parameters())]
 
     equal_to_the_reference(run, 1e-5)
 

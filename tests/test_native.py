@@ -211,14 +211,6 @@ def test_processes_that_start_together_compile_once(tmp_path, monkeypatch):
     assert len(compiled) == 1
 
 
-def test_a_library_survives_a_power_cut_whole(tmp_path, monkeypatch):
-    synced = []
-    monkeypatch.setattr("normkit._util.os.fsync", lambda file: synced.append(build.os.fstat(file).st_size))
-    build._compile(["sh", "-c", 'echo library > "$2"', "sh"], tmp_path / "kernels.so")  # in place of a compiler
-    assert synced[0] == len("library\n")
-    assert (tmp_path / "kernels.so").read_text() == "library\n"
-
-
 # -- the choice: environment, threads, backward passes -----------------------------------------------------------------
 
 

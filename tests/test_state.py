@@ -1,6 +1,7 @@
-"""Laws of state: running statistics, windows and counters of every such norm."""
+"""Laws of state: running statistics, windows and counters of every such norm, and the end of the warm-up."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from normkit.norms import make
 
 every = pytest.mark.parametrize("spec", SPECS)
 every_stat = pytest.mark.parametrize("spec", STAT_SPECS)
-TWO = torch.tensor([[True, True, True, False], [True, False, False, False]])
 
 
 @every_stat
@@ -287,3 +287,83 @@ def test_a_batch_or_gradient_that_is_not_finite_leaves_the_state_alone(spec, bad
     for name, _ in norm.named_buffers():
         if name not in moves:
             assert_close(after[name], before[name], rtol=0, atol=0)
+
+
+# -- the automatic end of the warm-up ----------------------------------------------------------------------------------
+
+
+AUTOMATIC = ("un", "power(groups=0)", "mabn")
+WIDTH = 16
+
+
+def drifting(steps: int, growth: int, rows: int = 50) -> list[torch.Tensor]:
+    """Batches whose scale grows for `growth` steps, with noise from batch to batch."""
+    generator = torch.Generator().manual_seed(1)
+    scales = [1 + 3 * min(step, growth) / max(growth, 1) for step in range(steps)]
+    return [
+        torch.randn(rows, WIDTH, generator=generator) * scale * torch.exp(0.1 * torch.randn((), generator=generator))
+        for scale in scales
+    ]
+
+
+def run_all(norm, given, call=None):
+    """Run forward and backward on each batch; return the last gradient."""
+    direction = torch.sin(torch.arange(WIDTH * len(given[0])).float()).view(-1, WIDTH)
+    for rows in given:
+        x = rows.clone().requires_grad_()
+        ((norm if call is None else call)(x) * direction).sum().backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("spec", AUTOMATIC)
+def test_the_warmup_ends_after_the_drift(spec):
+    ends = []
+    for growth in (0, 100, 200):
+        norm = make(spec, WIDTH)
+        run_all(norm, drifting(330, growth))
+        ends.append(int(norm.warmup_end))
+    assert 60 < ends[0] < 120 < ends[1] < 200 < ends[2] < 330
+
+
+@pytest.mark.parametrize("spec", AUTOMATIC)
+def test_kernels_compiled_graphs_and_checkpointing_end_it_at_the_same_step(spec):
+    given, plain = drifting(190, 40), make(spec, WIDTH)
+    with normkit.kernels("reference"):
+        expected = run_all(plain, given)
+    assert 0 < int(plain.warmup_end) < 180
+    native, compiled, saved = (make(spec, WIDTH) for _ in range(3))
+    ways = (
+        (native, None),
+        (compiled, torch.compile(compiled, backend="aot_eager", fullgraph=True)),
+        (saved, lambda x: checkpoint(saved, x, use_reentrant=False)),
+    )
+    for norm, call in ways:
+        assert_close(run_all(norm, given, call), expected, rtol=1e-4, atol=1e-5)
+        assert int(norm.warmup_end) == int(plain.warmup_end)
+        assert_close(norm.averages, plain.averages)
+
+
+def test_batches_that_are_not_finite_and_padding_do_not_count():
+    given = drifting(190, 40)
+    norm, other = make("un", WIDTH), make("un", WIDTH)
+    run_all(norm, given)
+    for x in given:
+        padded = torch.cat([x, torch.full_like(x[:7], 1e4)])
+        mask = torch.arange(len(padded)) < len(x)
+        other(padded, mask)
+        other(torch.full_like(x, math.nan))
+    assert int(other.warmup_end) == int(norm.warmup_end) > 0
+    assert int(other.skipped) == len(given)
+
+
+@pytest.mark.parametrize(
+    ("spec", "numbered"),
+    [("un", "un(warmup=20)"), ("power(groups=0)", "power(groups=0, warmup=20)"), ("mabn", "mabn(warmup=20)")],
+)
+def test_norms_with_a_number_and_with_auto_load_each_other(spec, numbered):
+    fixed, auto = make(numbered, WIDTH), make(spec, WIDTH)
+    run_all(fixed, drifting(190, 40))
+    auto.load_state_dict(fixed.state_dict())
+    run_all(auto, drifting(150, 0)[:20])
+    assert int(auto.warmup_end) == 0 < float(auto.lag)
+    fixed.load_state_dict(auto.state_dict())

@@ -390,9 +390,7 @@ def test_wrong_arguments_leave_no_hooks(tmp_path):
     sharded = nn.LayerNorm(3)
     sharded.weight = DTensor(torch.ones(3))
     for model, options, error, name in (
-        ("m", {}, TypeError, r"nn\.Module"),
         (nn.LayerNorm(3), {"every": 0}, ValueError, "every"),
-        (nn.LayerNorm(3), {"every": True}, ValueError, "every"),
         (nn.LayerNorm(3), {"keep": 0}, ValueError, "keep"),
         (nn.LayerNorm(3), {"quantities": ["rsm"]}, ValueError, "rms"),
         (nn.LayerNorm(3), {"loss": 3.0}, ValueError, "loss"),
@@ -404,7 +402,8 @@ def test_wrong_arguments_leave_no_hooks(tmp_path):
     ):
         with pytest.raises(error, match=name), normkit.record(model, **options):
             model(torch.ones(2, 3))
-        assert not isinstance(model, nn.Module) or not (model._forward_hooks or model._forward_pre_hooks)
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
     with normkit.record(line := nn.Linear(4, 4), every=1, quantities=["gradient_norm"]):
         line(torch.ones(2, 4))
 

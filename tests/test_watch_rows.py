@@ -15,11 +15,9 @@ from torchvision_stub import load_torchvision
 import normkit
 from normkit import watch
 from normkit.kernels import sync
-from normkit.watch import Appender, Recorder, Row, diagnose, read, record
-from normkit.watch.quantities import p_normal
+from normkit.watch import Appender, Row, diagnose, read, record
 from normkit.watch.rows import truncate_file
 
-HEADER = "step,site,norm,quantity,value\n"
 ROWS = [Row(1, "a.norm", "un(window=2, warmup=3)", "rms", 0.5), Row(26, "", "", "gradient_norm", 2.0)]
 
 
@@ -62,17 +60,6 @@ def test_rows_can_go_to_a_function():
     with normkit.record(model, every=1, quantities=["rms"], to=got.extend) as rows:
         model(torch.ones(3, 4))
     assert got == list(rows) == [Row(1, "0", "LayerNorm", "rms", 1.0)]
-
-
-@pytest.mark.parametrize("n", [8, 20, 150])
-def test_the_test_of_normality_is_scipys(n):
-    stats = pytest.importorskip("scipy.stats")
-    x = torch.randn(n, 40, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
-    x[:, 20:] = x[:, 20:].exp()
-    torch.testing.assert_close(p_normal(x), torch.from_numpy(stats.normaltest(x.numpy()).pvalue))
-    assert torch.isnan(p_normal(torch.ones(20)))
-    with pytest.raises(ValueError, match="8"):
-        p_normal(x[:7])
 
 
 def _two_processes(rank, world, folder):
@@ -184,26 +171,6 @@ def test_a_model_may_change_its_type_and_pass_a_batch_in_inference_mode():
     assert [row.step for row in rows if row.quantity == "gap_batch"] == [2, 3, 4]
 
 
-def test_the_state_of_an_earlier_version_is_read():
-    recorder = Recorder(nn.Sequential(nn.LayerNorm(4)), loss=nn.MSELoss())
-    state = recorder.state()
-    state["0"]["zero"], state["(losses)"]["moments"] = None, torch.tensor([1.0, 2.0, 4.0])
-    recorder.load(state)
-    recorder.losses.add_numbers(torch.ones(2, 3))
-    assert recorder.losses.moments.tolist() == [[7.0], [8.0], [10.0]]
-    assert recorder.norms[0].memory.zero == {}
-    recorder.close(warns=False)
-
-
-def test_forwards_under_functional_transforms_are_not_measured():
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    with record(model, every=1, quantities=["rms"]) as rows:
-        model(torch.randn(3, 4))
-        torch.func.vmap(torch.func.grad(lambda x: model(x).square().sum()))(torch.randn(5, 3, 4))
-        model(torch.randn(3, 4))
-    assert [row.step for row in rows] == [1, 3]
-
-
 def masked(width=4):
     return built(lambda m, x, attention_mask=None: m.norm(x), norm=nn.LayerNorm(width))
 
@@ -283,19 +250,6 @@ def test_without_running_statistics_nothing_fails_at_evaluation():
         found.append({finding.kind for finding in diagnose(rows)})
     assert ["evaluation" in kinds for kinds in found] == [True, False, False]
     assert "tiny batches" in found[1]
-
-
-def test_masks_of_past_steps_are_freed():
-    """Also in a loop that counts the steps itself, as the Lightning callback does."""
-    model = nn.Sequential(nn.Embedding(3, 2, padding_idx=0), nn.LayerNorm(2))
-    recorder = Recorder(model, 1, "length")
-    for ids in ([[1, 0]], [[1, 2]], [[0, 0]]):
-        recorder.begin_step()
-        model(torch.tensor(ids))
-        recorder.end_forward()
-    assert [row.value for row in recorder.rows] == [1, 2, 0]
-    assert len(recorder.padding.real) == 1
-    recorder.close()
 
 
 def test_a_gradient_has_the_mask_of_its_own_forward():

@@ -103,7 +103,7 @@ def _hf_image(name: str, config: str, size: int, **options: Any) -> Case:
     return Case(_hf(name, config, **options), (), kwargs, None, lambda out: out.logits)
 
 
-def _timm(name: str, size: int, **options: Any) -> Case:
+def timm_case(name: str, size: int, **options: Any) -> Case:
     import timm
 
     return Case(_ready(lambda: timm.create_model(name, num_classes=7, **options)), (pixels(2, 3, size, size),), {})
@@ -163,11 +163,12 @@ CASES: dict[str, Callable[[], Case]] = {
     "hf_vit": lambda: _hf_image("ViTForImageClassification", "ViTConfig", 16, **VIT),
     "hf_swin": lambda: _hf_image("SwinForImageClassification", "SwinConfig", 32, **SWIN),  # a size without padding
     "hf_resnet": lambda: _hf_image("ResNetForImageClassification", "ResNetConfig", 24, **RESNET),
-    "timm_vit": lambda: _timm("test_vit", 32, img_size=32),
-    "timm_deit": lambda: _timm("deit_tiny_distilled_patch16_224", 32, img_size=32, depth=2, embed_dim=12, num_heads=3),
-    "timm_swin": lambda: _timm("swin_tiny_patch4_window7_224", 56, img_size=56, embed_dim=8, depths=(2, 1),
-                               num_heads=(2, 2), window_size=7),
-    "timm_convnext": lambda: _timm("test_convnext", 64),  # channels in front
+    "timm_vit": lambda: timm_case("test_vit", 32, img_size=32),
+    "timm_deit": lambda: timm_case("deit_tiny_distilled_patch16_224", 32, img_size=32, depth=2, embed_dim=12,
+                                   num_heads=3),
+    "timm_swin": lambda: timm_case("swin_tiny_patch4_window7_224", 56, img_size=56, embed_dim=8, depths=(2, 1),
+                                   num_heads=(2, 2), window_size=7),
+    "timm_convnext": lambda: timm_case("test_convnext", 64),  # channels in front
     "torchvision_vit": _torchvision_vit,  # on `nn.MultiheadAttention`
     "torchvision_swin": _torchvision_swin,  # zero padding after a norm unless the window divides the size
     "torch_encoder_post": lambda: _encoder(False),  # by default, with the fused fast path
@@ -190,6 +191,12 @@ def case_of(name: str) -> Case:
     if library := missing(name):
         pytest.skip(f"{library} is not installed")
     return CASES[name]()
+
+
+def run(case: Case, model: nn.Module | None = None, **changes: Any) -> Any:
+    """The used part of the output of the case's model, or of another one, for the example with changes."""
+    out = (case.model if model is None else model)(*case.args, **{**case.kwargs, **changes})
+    return out if isinstance(out, Tensor) else case.outputs(out)
 
 
 if importlib.util.find_spec("torchvision") is not None:

@@ -45,7 +45,7 @@ NORMS = {  # name -> (kernel kind, groups, the reference)
 
 
 def layer(x, weight, bias, eps):
-    return reference.RowNorm.apply(x, weight, bias, "layer", eps, 1, kernels)
+    return reference.NormalizeRows.apply(x, weight, bias, "layer", eps, 1, kernels)
 
 
 def close(got, expected, dtype=torch.float32, tolerance=0.0):
@@ -72,7 +72,7 @@ def test_row_norms_and_their_gradients(name, affine, dtype):
         wide = [t.detach().double().requires_grad_() for t in inputs]
         given = iter(wide)
         xd, wd, bd = (None if t is None else next(given) for t in (x, w, b))
-        y, expected = reference.RowNorm.apply(x, w, b, kind, 1e-3, groups, kernels), plain(xd, wd, bd)
+        y, expected = reference.NormalizeRows.apply(x, w, b, kind, 1e-3, groups, kernels), plain(xd, wd, bd)
         assert y.dtype == dtype
         close(y, expected, dtype)
         got = torch.autograd.grad(y, inputs, strided(dy))
@@ -93,7 +93,7 @@ def test_rows_too_long_for_registers_are_left_to_others(monkeypatch):
 def test_rows_of_zeros_and_large_means():
     x = torch.zeros(3, 40, device=DEVICE, requires_grad=True)
     for name in ("layer", "rms", "rms outside", "scale"):
-        y = reference.RowNorm.apply(x, None, None, NORMS[name][0], 1e-3, 1, kernels)
+        y = reference.NormalizeRows.apply(x, None, None, NORMS[name][0], 1e-3, 1, kernels)
         (dx,) = torch.autograd.grad(y, x, draw(3, 40))
         assert torch.equal(y, torch.zeros_like(y))
         assert dx.isfinite().all()

@@ -33,7 +33,7 @@ def row_norm(
     found = dispatch.select(x, name, wide, width=x.shape[-1] // groups, has_native=has_native)
     if found == "reference":
         return reference.row_norm(x, weight, bias, kind, eps, groups)
-    return reference.RowNorm.apply(x, weight, bias, kind, eps, groups, dispatch.module(found))  # type: ignore[return-value]
+    return reference.NormalizeRows.apply(x, weight, bias, kind, eps, groups, dispatch.module(found))  # type: ignore[return-value]
 
 
 def group_rms(x: Tensor, eps: float, groups: int) -> Tensor:

@@ -101,7 +101,7 @@ def differentiable_grad(op: Callable[..., Tensor], dy: Tensor, *inputs: Tensor |
     return tuple(next(grads) if t is not None and t.requires_grad else None for t in inputs)
 
 
-class RowNorm(torch.autograd.Function):
+class NormalizeRows(torch.autograd.Function):
     """`row_norm` by the kernels of a module and their gradient; differentiated twice, by plain operations.
 
     The module has `row_norm(x, weight, bias, kind, eps, groups)`, which returns y and what the backward pass needs, and

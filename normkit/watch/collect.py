@@ -88,8 +88,7 @@ class Memory:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore from a checkpoint."""
-        zero = state["zero"] if isinstance(state["zero"], dict) else {}  # of an earlier version
-        vars(self).update({**state, "share": self.share, "zero": zero})
+        vars(self).update({**state, "share": self.share})
         vars(self.share).update(state["share"])
 
 

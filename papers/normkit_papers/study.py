@@ -56,7 +56,7 @@ class Column:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class TableRow:
     """A row of a table: a way to train, and the figures that the paper printed for it.
 
     `settings` are None for figures that the paper quotes from others; `base` is in place of those of the columns, one
@@ -109,7 +109,7 @@ class Study:
 
     >>> from normkit_papers.recipes import RECIPES
     >>> base = {"pocket": Base("toy", RECIPES["g2p_cmudict"], {"steps": 10})}
-    >>> rows = (Row("LN", {}), Row("UN", {"model.norm": "un"}))
+    >>> rows = (TableRow("LN", {}), TableRow("UN", {"model.norm": "un"}))
     >>> study = Study(id="toy", title="Toy", columns=(Column("PER", "per", base),), rows=rows)
     >>> [str(cell.folder) for cell in expand(study, "pocket")]
     ['pocket/toy/layer', 'pocket/toy/un']
@@ -117,7 +117,7 @@ class Study:
 
     id: str
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     columns: tuple[Column, ...]
     claim: str = ""
     note: str = ""
@@ -137,7 +137,7 @@ class Study:
         places = [(row, place) for row in self.rows if row.settings is not None for place in range(len(self.columns))]
         return tuple(scale for scale in SCALES if any(self.base(row, place, scale) for row, place in places))
 
-    def base(self, row: Row, place: int, scale: str) -> Base | None:
+    def base(self, row: TableRow, place: int, scale: str) -> Base | None:
         """Return the base of a row in the column at `place`, or None at other scales."""
         bases = self.columns[place].base if row.base is None else row.base
         return (bases if isinstance(bases, Mapping) else bases[place]).get(scale)

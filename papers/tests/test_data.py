@@ -12,7 +12,7 @@ import torch
 from corpus_files import sentences, write_corpus, write_pairs, write_text
 from normkit_papers.data import prepare as preparing
 from normkit_papers.data.batches import batches_of, endless
-from normkit_papers.data.corpora import CORPORA, SPLITS, Part, locate, split_of
+from normkit_papers.data.corpora import CORPORA, SPLITS, SplitFiles, locate, split_of
 from normkit_papers.data.embedded import SOURCES, reader
 from normkit_papers.data.files import read_lines, read_pairs
 from normkit_papers.data.prepare import check, prepare
@@ -248,7 +248,7 @@ def test_a_missing_corpus_is_named_with_its_files_and_source(tmp_path, monkeypat
 def unchecked(monkeypatch, name, **splits):
     """Let the table accept any files of a corpus, but for those of `splits`."""
     row = CORPORA[name]
-    known = {split: splits.get(split, Part(part.files)) for split, part in row.splits.items()}
+    known = {split: splits.get(split, SplitFiles(part.files)) for split, part in row.splits.items()}
     instead = {split: part._replace(lines=0, md5="") for split, part in row.instead.items()}
     monkeypatch.setitem(CORPORA, name, dataclasses.replace(row, splits=known, instead=instead))
 
@@ -260,7 +260,7 @@ def test_files_of_a_corpus_must_be_those_of_the_table(tmp_path, monkeypatch):
         (folder / f"{split}.txt").rename(folder / f"ptb.{split}.txt")
     with pytest.raises(ValueError, match=r"ptb\.train\.txt .* 200 .* 42,068"):
         prepare(locate("ptb"))
-    unchecked(monkeypatch, "ptb", train=Part(["ptb.train.txt"], 200, "f26c4b92"))
+    unchecked(monkeypatch, "ptb", train=SplitFiles(["ptb.train.txt"], 200, "f26c4b92"))
     with pytest.raises(ValueError, match=r"ptb\.train\.txt .*f26c4b92"):
         prepare(locate("ptb"))
 
@@ -354,8 +354,3 @@ def test_batches_resume_at_their_position():
     for start, stride in ((0, 1), (1, 1), (per_epoch - 1, 1), (per_epoch, 1), (200, 1), (0, 3), (per_epoch - 1, 7)):
         found = [batch for batch, _ in zip(make(start, stride), range(9), strict=False)]
         assert found == whole[start::stride][:9], "also as one of several processes"
-
-
-def test_no_examples_raise():
-    with pytest.raises(ValueError, match="examples"):
-        batches_of([], 10, bucketing=True)

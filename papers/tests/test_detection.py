@@ -24,6 +24,7 @@ from normkit_papers.train.folder import Loaded, load, save
 from normkit_papers.train.run import train
 from normkit_papers.train.scores import average_precision, precision_metric
 from normkit_papers.train.weights import start_from
+from test_resume import everything, killed_at, same
 from third_party_models import randomize
 
 import normkit
@@ -251,13 +252,8 @@ def test_run_learns_resumes_and_folds_equally(tmp_path):
     whole = train(run, tmp_path / "whole")
     assert whole["curve"][-1]["train_loss"] < whole["curve"][0]["train_loss"]
     assert [each["step"] for each in whole["valid"]] == [4, 8]
-    stop = lambda progress: progress.step >= 5  # noqa: E731
-    assert train(run, tmp_path / "parts", on_progress=stop)["status"] == "interrupted at step 5"
-    train(run, tmp_path / "parts", resume=True)
-    loaded, again = load(tmp_path / "whole"), load(tmp_path / "parts")
-    for name, tensor in loaded.model.state_dict().items():
-        assert torch.equal(tensor, again.model.state_dict()[name]), name
-
+    same(killed_at(run, tmp_path / "parts", 5), everything(tmp_path / "whole"))
+    loaded = load(tmp_path / "whole")
     loaded = Loaded(loaded.run, randomize(loaded.model), loaded.vocabularies)  # gains and biases that show
     folded, report = fold_run(loaded)
     assert report.max_error < 1e-9

@@ -16,7 +16,7 @@ from normkit_papers.report import summary
 from normkit_papers.studies import demo as demo_module
 from normkit_papers.studies import rows
 from normkit_papers.studies.catalogue import STUDIES
-from normkit_papers.study import Base, Column, Row, Study
+from normkit_papers.study import Base, Column, Study, TableRow
 from normkit_papers.train.folder import checkpoints, load
 
 import normkit
@@ -29,7 +29,7 @@ FAST = {"steps": 4, "batch_tokens": 16, "warmup": 1, "model.depth": 1}
 TOY = Study(
     id="toy",
     title="trained in moments",
-    rows=(Row("LN", {}, ("81.3",)), Row("UN", {"model.norm": "un"}, ("81.0",))),
+    rows=(TableRow("LN", {}, ("81.3",)), TableRow("UN", {"model.norm": "un"}, ("81.0",))),
     columns=(Column("digits", "accuracy", {"pocket": Base("t", RECIPES["vit_digits"], FAST)}),),
 )
 

@@ -2,18 +2,16 @@
 
 import math
 import os
-import re
 import shutil
 
 import made_results
 import pytest
 from made_results import result, score, write
 from normkit_papers import figures, results
-from normkit_papers.figures import folds_away
 from normkit_papers.report import charts, page, summary
-from normkit_papers.report.recorded import Recorded, first_sites, recorded
+from normkit_papers.report.recorded import recorded
 
-from normkit.watch import Recording, Row, read_run
+from normkit.watch import read_run
 
 QUANTITIES = (
     "distance_mean", "distance_var", "distance_quadratic", "g_mu", "g_sigma2", "g_psi2", "gradient_norm", "learned_g",
@@ -124,37 +122,7 @@ def test_missing_quantities_are_named(tmp_path):
         figures.draw("pn.figure8", {})
 
 
-def test_the_first_batch_norm_is_shown():
-    made = Recording([Row(1, "a", "layer", "g_mu", 1.0), Row(1, "b", "batch", "g_mu", 2.0)])
-    run = Recorded("x", result(), made)
-    assert first_sites([run], "g_mu", "batch") == [(run, "b")]
-    assert first_sites([run], "g_mu") == [(run, "a")]
-    with pytest.raises(ValueError, match="pnv"):
-        first_sites([run], "g_mu", "pnv")
-
-
-@pytest.mark.parametrize(
-    ("norm", "norm_at", "folds"),
-    [("un", {}, True), ("layer", {}, False), ("power(groups=0)", {}, True), ("un", {"*.final": "layer"}, False)],
-)
-def test_lines_are_solid_only_if_all_norms_fold_away(norm, norm_at, folds):
-    made = result(norm)
-    made["run"]["model"]["norm_at"] = norm_at
-    assert folds_away(Recorded("x", made, Recording())) == folds
-
-
 # -- the page ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_page_of_rows_needs_no_run(tmp_path):
-    folder = write(tmp_path / "a", result("batch"), ["gap_batch", "length", "gradient_norm"])
-    made = "".join(page.make([folder / "rows.csv"], "rows").parts)
-    captions = dict(re.findall(r'<option title="([^"]*)">([^<]*)<', made))
-    captions = {name: text for text, name in captions.items()}
-    assert "norm" in captions["length"].rpartition("; ")[2]
-    assert "model" in captions["gradient_norm"].rpartition("; ")[2], "its line is not of a norm"
-    assert made.index(">gap_batch</option>") < made.index(">length</option>"), "what matters comes first"
-    assert made.count("<h2>") == 2, "statistics and findings, no empty section"
 
 
 def test_values_that_are_not_finite_leave_the_page_whole(tmp_path):

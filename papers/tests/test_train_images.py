@@ -21,6 +21,7 @@ from normkit_papers.train.folder import load
 from normkit_papers.train.images import ImageAugmentation, ImageBatches, ImageClassification, moving_average
 from normkit_papers.train.run import train
 from normkit_papers.train.weights import save_weights, start_from
+from test_resume import everything, killed_at, same
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -155,13 +156,7 @@ def test_averaged_run_resumes_to_the_same_bits(folder, tmp_path):
         assert torch.equal(value, raw["state_dict"][f"model.{name}"]), f"{name} is of the average"
         differs |= not torch.equal(value, raw["current_model_state"][f"model.{name}"])
     assert differs
-    (tmp_path / "b/checkpoints").mkdir(parents=True)
-    for name in ("run.json", "vocab.json", "checkpoints/step-00000003.ckpt"):
-        (tmp_path / "b" / name).write_bytes((tmp_path / "a" / name).read_bytes())
-    train(dataclasses.replace(run, workers=1), tmp_path / "b", resume=True)
-    again = load(tmp_path / "b").model.state_dict()
-    for name, value in kept.items():
-        assert torch.equal(value, again[name]), f"{name} after resuming"
+    same(killed_at(run, tmp_path / "b", 4), everything(tmp_path / "a"))
 
 
 # -- fine-tuning -----------------------------------------------------------------------------------------------------

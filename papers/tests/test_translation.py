@@ -7,7 +7,7 @@ import pytest
 import torch
 from corpus_files import cache_with_kernels, write_corpus
 from forked import two_ranks
-from normkit_papers.data.corpora import CORPORA, locate
+from normkit_papers.data.corpora import locate
 from normkit_papers.data.prepare import prepare
 from normkit_papers.data.vocab import PAD, Subwords
 from normkit_papers.models.config import Model
@@ -25,7 +25,6 @@ RUN = TranslationRun(
     name="made", data="", model=TINY, steps=20, batch_tokens=200, lr=1e-2, warmup=3, valid_every=10,
     checkpoint_every=10, subwords=60, record_every=0, threads=1,
 )  # fmt: skip
-PARALLEL = dataclasses.replace(CORPORA["wmt14.en-de"], compounds=False)
 
 
 @pytest.fixture(scope="module")

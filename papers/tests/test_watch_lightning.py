@@ -27,15 +27,16 @@ class Module(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), 1e-3)
 
 
-def fit(callback, steps, folder, logger, resume=None, **options):
-    data = torch.utils.data.DataLoader(
-        torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).repeat(10, 1), batch_size=4
-    )
+BATCH = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+
+
+def fit(callback, steps, folder, logger, resume=None, module=Module, batches=(BATCH,) * 10, **options):
+    data = torch.utils.data.DataLoader(batches, batch_size=None)
     trainer = lightning.Trainer(
         max_steps=steps, callbacks=[callback], logger=logger, enable_progress_bar=False, enable_model_summary=False,
         enable_checkpointing=False, log_every_n_steps=1, default_root_dir=folder, accelerator="cpu", **options,
     )  # fmt: skip
-    trainer.fit(Module(), data, ckpt_path=resume, weights_only=None if resume is None else True)
+    trainer.fit(module(), data, ckpt_path=resume, weights_only=None if resume is None else True)
     return trainer
 
 
@@ -75,11 +76,7 @@ def test_padding_is_found_in_a_batch_with_names(tmp_path):
 
     watching = Watch(every=1, quantities=["tokens"])
     batch = {"x": torch.randn(2, 3, 4), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}
-    trainer = lightning.Trainer(
-        max_steps=2, callbacks=[watching], logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, default_root_dir=tmp_path, accelerator="cpu",
-    )  # fmt: skip
-    trainer.fit(Named(), torch.utils.data.DataLoader([batch, batch], batch_size=None))
+    fit(watching, 2, tmp_path, False, module=Named, batches=(batch, batch))
     assert [row.value for row in watching.rows] == [3, 3]
 
 
@@ -102,8 +99,7 @@ def test_the_loss_of_each_step_is_recorded(tmp_path):
     assert [row.step for row in callback.rows] == [1, 3, 5, 7]
     losses = [row.value for row in callback.rows]
     with torch.no_grad():
-        batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
-        assert losses[0] == pytest.approx(float(Module().training_step(batch, 0)), rel=1e-5)
+        assert losses[0] == pytest.approx(float(Module().training_step(BATCH, 0)), rel=1e-5)
     assert len(losses) == 4
 
 
@@ -112,8 +108,7 @@ def test_a_named_module_gives_the_loss_and_that_of_a_constant(tmp_path, monkeypa
     monkeypatch.setattr(Module, "training_step", lambda self, x, _: self.criterion(self.norm(self.line(x)), x) * 2)
     callback = Watch(every=1, quantities=["loss", "constant_loss"], loss="criterion")
     fit(callback, 2, tmp_path, False)
-    batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
     losses, constants = ([row.value for row in callback.rows if row.quantity == name] for name in callback.quantities)
     with torch.no_grad():
-        assert losses[0] == pytest.approx(float(Module().training_step(batch, 0)) / 2, rel=1e-5)
-    assert constants == pytest.approx([float(batch.var(0, correction=0).mean())] * 2)
+        assert losses[0] == pytest.approx(float(Module().training_step(BATCH, 0)) / 2, rel=1e-5)
+    assert constants == pytest.approx([float(BATCH.var(0, correction=0).mean())] * 2)

@@ -18,7 +18,7 @@ SPLITS = ("train", "valid", "test")
 QUOTES = str.maketrans("\u2018\u2019\u201c\u201d", "''\"\"")
 
 
-class Part(NamedTuple):
+class SplitFiles(NamedTuple):
     """Files of a split; `corpora.toml` explains the fields."""
 
     files: Sequence[str]
@@ -35,8 +35,8 @@ class Corpus:
     name: str
     folders: Sequence[str] = ()
     sides: Sequence[str]
-    splits: dict[str, Part]
-    instead: dict[str, Part]
+    splits: dict[str, SplitFiles]
+    instead: dict[str, SplitFiles]
     columns: Sequence[int] = ()
     subwords: int = 8000
     tokenized: bool = True
@@ -50,8 +50,8 @@ class Corpus:
 
 
 def _corpus(instead: Any = None, **row: Any) -> Corpus:
-    splits = {split: Part(**row.pop(split)) for split in SPLITS}
-    return Corpus(splits=splits, instead={split: Part(**part) for split, part in (instead or {}).items()}, **row)
+    splits = {split: SplitFiles(**row.pop(split)) for split in SPLITS}
+    return Corpus(splits=splits, instead={split: SplitFiles(**part) for split, part in (instead or {}).items()}, **row)
 
 
 CORPORA: dict[str, Corpus] = {name: _corpus(**row) for name, row in table("text").items()}
@@ -62,7 +62,7 @@ class Located(NamedTuple):
     """A corpus whose files were found."""
 
     corpus: Corpus
-    parts: dict[str, Part]
+    parts: dict[str, SplitFiles]
     """What is here of each split: its own files, or those that replace them."""
     files: dict[str, list[tuple[Path, ...]]]
     """Files of each split, one after another: source and target, or one file."""

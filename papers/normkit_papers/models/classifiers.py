@@ -65,7 +65,7 @@ def per_pixel(norm: nn.Module, x: Tensor) -> Tensor:
     return norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-class Block(nn.Module):
+class BasicBlock(nn.Module):
     """Two 3 x 3 convolutions around a shortcut without parameters (option A).
 
     The shortcut takes every second pixel; new channels are zero.
@@ -102,7 +102,7 @@ class ResNet20(nn.Module):
         pairs = [(WIDTHS[0], WIDTHS[0])] * BLOCKS
         for before, after in pairwise(WIDTHS):
             pairs += [(before, after), *[(after, after)] * (BLOCKS - 1)]
-        self.blocks = nn.Sequential(*(Block(*pair) for pair in pairs))
+        self.blocks = nn.Sequential(*(BasicBlock(*pair) for pair in pairs))
         self.head = nn.Linear(WIDTHS[-1], classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from normkit_papers.recipes import RECIPES
-from normkit_papers.study import PAPERS, Base, Bases, Column, Row, Rule, Settings, Study, Times, with_options
+from normkit_papers.study import PAPERS, Base, Bases, Column, Rule, Settings, Study, TableRow, Times, with_options
 
 PAPER_WARMUP = 4000  # of UN's statistics, where the learning rate warms up over 6000
 _TABLE = tomllib.loads("".join(
@@ -65,7 +65,7 @@ def _column(
     return Column(title, metric, bases, _use(use, dict(settings)), _scales(at or {}), **options)
 
 
-def rows(entries: Iterable[Any], paper_warmup: bool = False) -> Iterator[Row]:
+def rows(entries: Iterable[Any], paper_warmup: bool = False) -> Iterator[TableRow]:
     """Make rows of names of lists, settings or norms, of single ones, or of several for each norm."""
     for entry in entries:
         if isinstance(entry, str) and entry in _ROWS:
@@ -83,13 +83,13 @@ def rows(entries: Iterable[Any], paper_warmup: bool = False) -> Iterator[Row]:
 def _row(
     label: str, printed: str = "", base: Any = None, use: str = "", norm: str = "", settings: Any = (), at: Any = (),
     quoted: bool = False, paper_warmup: bool = False,
-) -> Row:  # fmt: skip
+) -> TableRow:  # fmt: skip
     own = _use(use, {**({"model.norm": norm} if norm else {}), **dict(settings)})
     scales = _scales(at or {})
     if paper_warmup and norm.startswith("un("):
         scales = {**scales, "paper": {"model.norm": with_options(norm, {"warmup": PAPER_WARMUP})}}
     bases = BASES[base] if isinstance(base, str) else base and [BASES[name] for name in base]
-    return Row(label, None if quoted else own, tuple(printed.split()), bases, scales)
+    return TableRow(label, None if quoted else own, tuple(printed.split()), bases, scales)
 
 
 def _rules(columns: Iterable[str] = (), by: float = 0.0, mean: bool = False, **kind: list[str]) -> Iterator[Rule]:
