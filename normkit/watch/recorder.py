@@ -18,14 +18,13 @@ from normkit.models.checks import check_is_model
 from normkit.models.invoke import input_and_mask
 from normkit.models.masks import unfit_length
 from normkit.norms import Norm
-from normkit.watch.collect import Fields, LossMeter, Memory, Moments, Sample, evaluate, gather, gather_gradient, moments
+from normkit.watch.collect import Fields, Memory, Moments, Sample, evaluate, gather, gather_gradient, moments
+from normkit.watch.losses import LossMeter
 from normkit.watch.quantities import choose
 from normkit.watch.rows import Rows, Sink
 from normkit.watch.sites import Padding, Site, sites
 
 BACKWARD = {"g_mu", "g_sigma2", "g_psi2", "dx_square", "dy_square", "no_gradient", "channel_g", "window_g"}
-# criteria of which the loss of a constant prediction is known, and the places that their targets have
-CLASSES, NUMBERS, SHARES = (nn.CrossEntropyLoss, nn.NLLLoss), (nn.MSELoss,), (nn.BCELoss, nn.BCEWithLogitsLoss)
 WHOLE = {"gradient", "loss", "constant_loss"}  # statistics of the whole model
 Loss = nn.Module | Callable[[], Tensor | float] | None
 LOSSES = "(losses)"  # key in a state, where modules have their names
@@ -85,10 +84,8 @@ class Recorder:
         self.frozen: set[str] = set()  # norms in evaluation mode in such a step
         self.evaluated = 0  # forwards of the model in evaluation mode, with gradients
         self.trained = self.ungraded = 0  # forwards in training mode with gradients, and without them
-        self.has_loss = self.has_gradient = False  # a gradient has reached a parameter
-        self.losses_of_step = 0
+        self.has_gradient = False  # one has reached a parameter
         self.unread: Exception | None = None  # of reading a loss
-        self.divides: bool | None = None  # the model divides its loss by `num_items_in_batch`
         for norm in self.norms:
             module = norm.site.module
             self._hooks.enter_context(module.register_forward_pre_hook(norm.before, with_kwargs=True))
@@ -117,7 +114,7 @@ class Recorder:
         self.due = (self.step - 1) % self.every == 0
         self.active = True
         self.padding.real.clear()
-        self.losses_of_step = 0
+        self.losses.of_step = 0
         self.trained += torch.is_grad_enabled()
         self.ungraded += not torch.is_grad_enabled()
         if self.due:
@@ -159,51 +156,17 @@ class Recorder:
         if torch.compiler.is_compiling() or self.key == NO_KEY:
             return
         self.end_forward()
-        trains = model.training and torch.is_grad_enabled()
-        if trains and isinstance(output, Mapping) and isinstance(loss := output.get("loss"), Tensor):
-            logits, labels, all_items = output.get("logits"), kwargs.get("labels"), kwargs.get("num_items_in_batch")
-            if isinstance(logits, Tensor) and isinstance(labels, Tensor) and not labels.is_floating_point():
-                self.losses.add_targets(labels, logits.shape[-1])
-                loss = loss if all_items is None else self._of_batch(loss, logits, labels, all_items)
-            self.add_loss(loss)
-
-    def _of_batch(self, loss: Tensor, logits: Tensor, labels: Tensor, all_items: Any) -> Tensor:
-        """Return the mean loss of a batch; some models divide it by the labels of all batches."""
-        inner = getattr(self.model, "module", self.model)  # of DDP
-        shifted = int(logits.dim() == 3 and getattr(inner, "loss_type", "") == "ForCausalLM")
-        labels = labels[..., shifted:]
-        labels = torch.where((labels >= 0) & (labels < logits.shape[-1]), labels, -100)
-        whole = loss * all_items / (labels != -100).sum().clamp(min=1)
-        if self.divides is None:  # once: a loss of another form is taken as it is
-            logits, self.divides = logits[..., : logits.shape[-2] - 1, :] if shifted else logits, False
-            if logits.shape[:-1] == labels.shape:
-                with torch.no_grad():
-                    mean = nn.functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
-                self.divides = bool((whole - mean).abs() < (loss - mean).abs())
-        return whole if self.divides else loss
+        if model.training and torch.is_grad_enabled() and isinstance(output, Mapping):
+            self.losses.add_output(model, output, kwargs)
 
     def add_loss(self, loss: Tensor | float) -> None:
         """Add the loss of this step."""
         self.losses.add(loss)
-        self.has_loss = True
 
     def _after_criterion(self, criterion: nn.Module, args: tuple, output: object) -> None:
         trains = self.model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if self.key == NO_KEY or not trains or not isinstance(output, Tensor):
-            return
-        self.add_loss(output)
-        self.losses_of_step += 1
-        self.losses.several |= self.losses_of_step > 1
-        kind = next((k for k in (*CLASSES, *NUMBERS, *SHARES) if type(criterion).forward is k.forward), None)
-        weighted = any(getattr(criterion, name, None) is not None for name in ("weight", "pos_weight"))
-        if len(args) != 2 or weighted or getattr(criterion, "reduction", "") != "mean":
-            return
-        given, targets = args
-        if kind in NUMBERS or kind in SHARES:
-            self.losses.add_numbers(targets, kind in SHARES)
-        elif kind in CLASSES and given.dim() > 1 and not targets.is_floating_point():
-            ignored, smoothing = getattr(criterion, "ignore_index", -100), getattr(criterion, "label_smoothing", 0.0)
-            self.losses.add_targets(targets, given.shape[1], ignored, smoothing)
+        if self.key != NO_KEY and trains and isinstance(output, Tensor):
+            self.losses.add_criterion(criterion, args, output)
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
@@ -254,14 +217,14 @@ class Recorder:
         elif self.measurable and self.norms and self.needs - WHOLE and not self.measured:
             what = f"no norm was recorded in {self.measurable} steps: none ran, or compiled code of this model, or of"
             warn(f"{what} an equal one, was used again; call torch.compiler.reset(), and record from the first forward")
-        if self.unread is not None and not self.has_loss:
+        if self.unread is not None and not self.losses.seen:
             warn(f"loss= could not be read ({self.unread}): pass the module of the loss, or a function that returns it")
         if not (self.step or self.evaluated):
             warn("the recorded model was never called")
         if self.trained and self.ungraded and any(norm.site.stateful for norm in self.norms):
             what = f"{self.ungraded} forwards without gradients ran in training mode, were counted as steps, and moved"
             warn(f"{what} the statistics of norms: if they validate, call model.eval() before")
-        watches = self.has_loss and self.writes and "gradient" in self.needs
+        watches = self.losses.seen and self.writes and "gradient" in self.needs
         if watches and self.measurable > 1 and not self.has_gradient:
             what = "no gradient reached a parameter in a measured step, unless torch.autograd.grad took it"
             warn(f"{what}: see that backward() is called, that parameters require gradients, and that none is detached")
