@@ -373,6 +373,6 @@ def test_a_study_goes_on_to_the_same_weights_after_a_worker_was_killed(tmp_path,
     again = runner.plan([study], "pocket", tmp_path, seeds=1)
     status = runner.run_studies([study], "pocket", tmp_path, again, "", processes=2, console=QUIET)
     assert set(status.values()) == {"done"}
-    for folder, run in list(plan.todo.items())[:1]:  # the first worker's, which was killed
+    for folder, run in list(plan.todo.items())[:1]:  # one of both: the pool ends with the worker
         train(run, tmp_path / "alone")
         assert (tmp_path / "alone/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
