@@ -1,14 +1,18 @@
 """Reports of folding: the outcome of each norm, and the table of all."""
 
+import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from normkit._util import align, listed
+from normkit.fold.alike import marked, together
 
 GONE = ("folded", "folded back")
 UNREPLACED = ("kept", "gain changed")  # the module stays
 WIDTH = 118  # characters of a line
+ALIKE = 3  # norms from which on they have one line
+LONG = re.compile(r"\d\.\d{7,}(?:e[-+]\d+)?")  # an eps of float32
 UNEVEN = 1e4  # factor of a weight above which float16 and 8-bit integers suffer
 
 
@@ -67,11 +71,17 @@ class Audit:
 
     @property
     def table(self) -> str:
-        """A row for each norm."""
-        lines = [("norm", "is", "becomes", "into, or why not")]
+        """A row for each norm, or one for those that are alike in three blocks or more."""
+        alike: dict[tuple[str, ...], list[Outcome]] = {}
         for row in self.rows:
-            text = "; ".join(part for part in (listed(row.into, 4), row.why) if part)
-            lines.append((row.name or "(the model)", row.norm, row.action, text))
+            alike.setdefault((marked(row.name)[0], row.norm, row.action, marked(_text(row))[0]), []).append(row)
+        lines = [("norm", "is", "becomes", "into, or why not")]
+        for rows in alike.values():
+            found = [(row.name or "(the model)", _text(row)) for row in rows]
+            if len(rows) >= ALIKE and (one := together(found)):
+                found = [one]
+            norm = LONG.sub(lambda number: f"{float(number[0]):g}", rows[0].norm)
+            lines += [(name, norm, rows[0].action, text) for name, text in found]
         return align(lines)
 
     @property
@@ -133,3 +143,8 @@ class Report(Audit):
                 "for float16 and 8-bit integers fold with multiply_adds=True (remove-norms --multiply-adds)"
             )
         return text
+
+
+def _text(row: Outcome) -> str:
+    """What stands in the last column."""
+    return "; ".join(part for part in (listed(row.into, 4), row.why) if part)
