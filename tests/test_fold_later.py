@@ -159,6 +159,22 @@ def test_a_view_of_the_bits_of_a_norm_reads_it():
     check(model, torch.randn(2, 5, DIM), actions="multiply-add")
 
 
+class Slots:
+    """An output whose tensor is in no `__dict__`."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tensor):
+        self.value = value
+
+
+@pytest.mark.parametrize("wrap", [Slots, lambda y: iter([y]), lambda y: [[[[[[[y]]]]]]]])
+def test_an_output_that_is_hidden_in_an_object_stays(wrap):
+    model = Two(lambda y, a, b: (a(y) + b(y), wrap(y)))
+    check(model, torch.randn(2, 5, DIM), actions="multiply-add")
+    check(model, torch.randn(2, 5, DIM), actions="folded", outputs=lambda out: out[0])
+
+
 # -- weights and norms that the example does not use -------------------------------------------------------------------
 
 

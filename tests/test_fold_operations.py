@@ -168,6 +168,15 @@ def block(spec: str) -> nn.Module:
     return built(forward, norm1=make(spec, DIM), norm2=make(spec, DIM), **layers)
 
 
+def test_a_product_with_complex_numbers_is_only_read():
+    def spectrum(self, y):
+        return torch.view_as_real(self.reader(torch.complex(y, y.square())).transpose(0, 1))
+
+    model = Read(nn.Linear(DIM, 4, dtype=torch.complex128), spectrum).double()
+    _, report = fold(model.eval(), torch.randn(2, 5, DIM).double())
+    assert [row.action for row in report] == ["multiply-add"]
+
+
 def test_large_weights_are_followed_as_small_ones_are():
     convolutions = nn.Sequential(nn.Conv2d(3, 192, 1), nn.BatchNorm2d(192), nn.Conv2d(192, 96, 3), nn.BatchNorm2d(96),
                                  nn.ReLU())  # fmt: skip

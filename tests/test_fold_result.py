@@ -13,7 +13,7 @@ from third_party_models import case_of, randomize, tokens
 from torch import Tensor, nn
 
 import normkit as nk
-from normkit.fold import audit, fold, to_rms
+from normkit.fold import Audit, Outcome, audit, fold, to_rms
 from normkit.models import convert, export
 from normkit.norms import make
 
@@ -279,6 +279,42 @@ def test_statistics_that_are_not_trained_are_named(model, state, tmp_path):
         with pytest.warns(UserWarning, match=state) as found:
             verb()
         assert len([warning for warning in found if "(1)" in str(warning.message)]) == 1
+
+
+def test_reports_name_norms_that_cannot_be_read():
+    model = nn.Sequential(make("un", DIM), nn.Linear(DIM, 4), nn.InstanceNorm1d(3)).eval()
+    report = fold(model, torch.randn(2, 3, DIM))[1]
+    assert "InstanceNorm1d" in str(report)
+    assert report.unreadable == audit(model, torch.randn(2, 3, DIM)).unreadable
+
+
+def outcomes(*names, into="{}.up", norm="un", action="folded"):
+    return [Outcome(name, norm, action, (into.format(name.rpartition(".")[0]),)) for name in names]
+
+
+def test_norms_that_are_alike_in_three_blocks_share_a_line():
+    rows = [
+        *outcomes("first", into="h.0.up"), *outcomes(*(f"h.{n}.one" for n in (0, 1, 2, 5))),
+        *outcomes("g.0.norm", "g.1.norm"), *outcomes(*(f"h.{n}.two" for n in range(3)), into="{}.0.up"),
+        *(Outcome(f"k.{n}.norm", "un", "folded", (f"k.{9 - n * n}.up",)) for n in range(3)),
+        *outcomes(*(f"s.{n}.b.{k}.norm" for n in range(2) for k in range(3 + n))),
+    ]  # fmt: skip
+    table = [" ".join(line.split()) for line in Audit(tuple(rows), ()).table.splitlines()[1:]]
+    assert table == [
+        "first un folded h.0.up", "h.{0-2,5}.one un folded h.*.up", "g.0.norm un folded g.0.up",
+        "g.1.norm un folded g.1.up", "h.{0-2}.two un folded h.*.0.up", "k.0.norm un folded k.9.up",
+        "k.1.norm un folded k.8.up", "k.2.norm un folded k.5.up", "s.0.b.{0-2}.norm un folded s.0.b.*.up",
+        "s.1.b.{0-3}.norm un folded s.1.b.*.up",
+    ]  # fmt: skip
+
+
+def test_a_line_of_a_report_has_at_most_120_characters():
+    name, reader = "encoder.layer.0.attention.output.LayerNorm", "encoder.layer.0.attention.self.query"
+    row = Outcome(name, "un(eps=9.999999747378752e-06)", "folded", tuple(f"{reader}{i}" for i in range(9)), "so " * 60)
+    text = str(Audit((row,), ("the example",)))
+    assert max(map(len, text.splitlines())) <= 120
+    assert text.count(reader) == 4
+    assert "un(eps=1e-05)" in text
 
 
 # -- the report without a fold ----------------------------------------------------------------------------------------

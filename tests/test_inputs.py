@@ -126,6 +126,16 @@ def test_a_jagged_batch_is_its_real_tokens(spec):
     assert_close(norm.eval()(x).values(), same.eval()(padded, mask)[mask])
 
 
+@pytest.mark.parametrize("spec", ["rms", "un(window=2, warmup=2)"])
+def test_heads_of_a_jagged_batch(spec):
+    x, _, _ = jagged(2, DIM)
+    same = random_norm(spec)(x.values())
+    heads = x.transpose(1, 2)  # [batch, heads, jagged, channels]
+    y = random_norm(spec)(heads)
+    assert y.shape == heads.shape
+    assert_close(y.transpose(1, 2).values(), same)
+
+
 def test_rows_of_a_jagged_batch_that_belong_to_no_sample_move_no_statistic():
     values, offsets, lengths = batch(0, 9, DIM), torch.tensor([0, 4, 9]), torch.tensor([2, 3])
     real = torch.tensor([1, 1, 0, 0, 1, 1, 1, 0, 0]).bool()

@@ -235,6 +235,19 @@ def test_rows_and_gradients_that_are_not_aligned_or_not_contiguous():
     equal_to_the_reference(run, 1e-5)
 
 
+@pytest.mark.parametrize("spec", ["pnv(bias=False)", "batch", "un", "power(groups=2)", "rms(bias=True)"])
+def test_one_gain_and_bias_for_all_channels(spec):
+    def run():
+        norm, x = normkit.make(spec, 40).to(DEVICE), draw(9, 40).requires_grad_()
+        for key in [key for key in ("weight", "bias") if getattr(norm, key) is not None]:
+            setattr(norm, key, torch.nn.Parameter(draw(1)))
+        y = norm(x)
+        y.backward(draw(9, 40))
+        return [y.detach(), x.grad, *(p.grad for p in norm.parameters())]
+
+    equal_to_the_reference(run, 1e-5)
+
+
 def test_inference_mode_and_negative_views():
     x, norm = draw(9, 6), normkit.make("un(window=2, warmup=1)", 6).to(DEVICE)
     with normkit.kernels(BY):

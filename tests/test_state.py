@@ -1,4 +1,4 @@
-"""Laws of state: running statistics, windows and counters of every such norm, and the end of the warm-up."""
+"""Laws of state: running statistics, windows, counters, and the end of the warm-up."""
 
 import copy
 import math

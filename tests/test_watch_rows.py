@@ -15,7 +15,7 @@ from torchvision_stub import load_torchvision
 import normkit
 from normkit import watch
 from normkit.kernels import sync
-from normkit.watch import Appender, Row, diagnose, read, record
+from normkit.watch import Appender, Recorder, Row, diagnose, read, record
 from normkit.watch.rows import truncate_file
 
 ROWS = [Row(1, "a.norm", "un(window=2, warmup=3)", "rms", 0.5), Row(26, "", "", "gradient_norm", 2.0)]
@@ -293,3 +293,23 @@ def test_gradients_that_are_sparse_or_overflow_in_half_precision():
         total = torch.stack([p.grad.to_dense().float().norm() for p in model.parameters()]).norm()
         assert [row.value for row in rows] == [pytest.approx(float(total), rel=1e-3)]
     assert total > torch.finfo(torch.float16).max
+
+
+def test_the_state_of_an_earlier_version_is_read():
+    recorder = Recorder(nn.Sequential(nn.LayerNorm(4)), loss=nn.MSELoss())
+    state = recorder.state()
+    state["0"]["zero"], state["(losses)"]["moments"] = None, torch.tensor([1.0, 2.0, 4.0])
+    recorder.load(state)
+    recorder.losses.add_numbers(torch.ones(2, 3))
+    assert recorder.losses.moments.tolist() == [[7.0], [8.0], [10.0]]
+    assert recorder.norms[0].memory.zero == {}
+    recorder.close(warns=False)
+
+
+def test_forwards_under_functional_transforms_are_not_measured():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    with record(model, every=1, quantities=["rms"]) as rows:
+        model(torch.randn(3, 4))
+        torch.func.vmap(torch.func.grad(lambda x: model(x).square().sum()))(torch.randn(5, 3, 4))
+        model(torch.randn(3, 4))
+    assert [row.step for row in rows] == [1, 3]

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from normkit._util import align, listed
-from normkit.fold.alike import marked, together
+from normkit.fold.alike import join
 
 GONE = ("folded", "folded back")
 UNREPLACED = ("kept", "gain changed")  # the module stays
 WIDTH = 118  # characters of a line
-ALIKE = 3  # norms from which on they have one line
-LONG = re.compile(r"\d\.\d{7,}(?:e[-+]\d+)?")  # an eps of float32
+LONG = re.compile(r"(?<![\w.])\d+\.\d{7,}(?:e[-+]\d+)?")
 UNEVEN = 1e4  # factor of a weight above which float16 and 8-bit integers suffer
 
 
@@ -72,17 +71,13 @@ class Audit:
     @property
     def table(self) -> str:
         """A row for each norm, or one for those that are alike in three blocks or more."""
-        alike: dict[tuple[str, ...], list[Outcome]] = {}
-        for row in self.rows:
-            alike.setdefault((marked(row.name)[0], row.norm, row.action, marked(_text(row))[0]), []).append(row)
-        lines = [("norm", "is", "becomes", "into, or why not")]
-        for rows in alike.values():
-            found = [(row.name or "(the model)", _text(row)) for row in rows]
-            if len(rows) >= ALIKE and (one := together(found)):
-                found = [one]
-            norm = LONG.sub(lambda number: f"{float(number[0]):g}", rows[0].norm)
-            lines += [(name, norm, rows[0].action, text) for name, text in found]
-        return align(lines)
+        head = ("norm", "is", "becomes", "into, or why not")
+        lines = [
+            (row.name or "(the model)", LONG.sub(_short, row.norm), row.action,
+             "; ".join(part for part in (listed(row.into, 4), row.why) if part))
+            for row in self.rows
+        ]  # fmt: skip
+        return align([head, *join(lines)])
 
     @property
     def summary(self) -> str:
@@ -145,6 +140,6 @@ class Report(Audit):
         return text
 
 
-def _text(row: Outcome) -> str:
-    """What stands in the last column."""
-    return "; ".join(part for part in (listed(row.into, 4), row.why) if part)
+def _short(number: re.Match[str]) -> str:
+    """Write a number with at most six digits, as an eps that was rounded to float32."""
+    return f"{float(number[0]):g}"

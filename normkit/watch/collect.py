@@ -88,7 +88,8 @@ class Memory:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore from a checkpoint."""
-        vars(self).update({**state, "share": self.share})
+        zero = state["zero"] if isinstance(state["zero"], dict) else {}  # of an earlier version
+        vars(self).update({**state, "share": self.share, "zero": zero})
         vars(self.share).update(state["share"])
 
 

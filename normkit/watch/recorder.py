@@ -239,7 +239,7 @@ class Recorder:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore from `state`; norms that it does not have start from nothing."""
-        vars(self.losses).update(state.get(LOSSES, {}))
+        vars(self.losses).update({**state.get(LOSSES, {}), "of_step": 0, "seen": False})
         for norm in self.norms:
             if norm.site.name in state:
                 norm.memory.load(state[norm.site.name])

@@ -1,4 +1,4 @@
-"""A run killed at any step and resumed is bit for bit the run that was never killed, and has the losses of before."""
+"""A run that was killed at any step continues to the same bits; losses of the first steps stay."""
 
 import dataclasses
 import errno

@@ -265,9 +265,6 @@ def test_only_one_process_writes_a_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# -- attention on a GPU ----------------------------------------------------------------------------------------------
-
-
 # -- sequence pairs of your own --------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from normkit_papers.metrics import STUDY_METRICS, validation_metrics
 from normkit_papers.recipes import RECIPES
 from normkit_papers.report import verdicts
 from normkit_papers.report.verdicts import AGREES, DISAGREES, INCOMPLETE, UNDECIDED
-from normkit_papers.studies import rows, runner, table
+from normkit_papers.studies import rows, runner, similarity, table
 from normkit_papers.studies.catalogue import OF_PAPERS, STUDIES
 from normkit_papers.study import SCALES, Base, Column, Study, TableRow, Times, expand, override, seeded, seeds, warmed
 from normkit_papers.train.folder import locked
@@ -376,3 +376,27 @@ def test_a_study_goes_on_to_the_same_weights_after_a_worker_was_killed(tmp_path,
     for folder, run in list(plan.todo.items())[:1]:  # one of both: the pool ends with the worker
         train(run, tmp_path / "alone")
         assert (tmp_path / "alone/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_similarity_is_measured_once_against_the_first_row(tmp_path, monkeypatch):
+    study = dataclasses.replace(ONE, rows=ONE.rows[:2], columns=(Column("CKA", "cka", DIGITS),))
+    for cell in expand(study, "pocket"):
+        made_results.write(put(cell, tmp_path), {**made_results.result(), "run": dataclasses.asdict(cell.run)})
+
+    class Similar:
+        run, model = expand(study, "pocket")[0].run, None
+
+        def test_images(self, *_):
+            return []
+
+        def rows(self, step):
+            return [RecordedRow(step, "a|a", "", "cka", 0.75)]
+
+    monkeypatch.setattr(similarity, "load", lambda folder: Similar())
+    monkeypatch.setattr(similarity, "open_task", lambda loaded: loaded)
+    calls = []
+    monkeypatch.setattr(similarity, "cka", lambda *_: calls.append(1) or Similar())
+    similarity.add_similarity(study, "pocket", tmp_path)
+    similarity.add_similarity(study, "pocket", tmp_path)
+    assert len(calls) == 2
+    assert [row["cka"] for row in rows.collect(study, "pocket", tmp_path)] == [0.75, 0.75]

@@ -146,7 +146,6 @@ def test_training_stops_below_a_learning_rate(corpus, tmp_path):
     assert 15 <= result["curve"][-1]["step"] <= 17  # 1e-2 sqrt(4 / n) < 0.5e-2 for n > 16
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("allowed", [range(2, 60), range(2, 30)])
 def test_validation_loss_counts_every_symbol_once(allowed, corpus):
     data, config = prepare(locate(str(corpus)), subwords=60, share=True), dataclasses.replace(TINY, mask_logits=True)
