@@ -32,7 +32,7 @@ demo: $(VENV)/.demo
 	$(BIN)/papers demo $(DEMO_ARGS)
 
 test: $(VENV)/.dev
-	$(MAKE) --jobs=3 lint docs tests  # types and pages take one core, and less than half of the time
+	$(MAKE) --jobs=3 lint docs tests  # lint and docs use one core each, and end before the tests
 
 tests: $(VENV)/.dev
 	$(PYTEST) $(PYTEST_ARGS)

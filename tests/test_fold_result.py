@@ -1,4 +1,4 @@
-"""The result of folding: an ordinary model and a report, which `audit` gives alone; models with state."""
+"""The result of folding: an ordinary model, and a report, which `audit` gives alone."""
 
 import copy
 import pickle

@@ -89,7 +89,7 @@ EQUAL, LONG = (
     ],
 )
 def test_batches_that_do_not_suit_their_norm(norm, batches, kind, hit):
-    """They differ in size, or in means that carry their length; they are small, or change at every step."""
+    """They differ in size, carry their length in their means, are small, or change at every step."""
     assert (kind in kinds(fit(nn.Sequential(normkit.make(norm, 16)), batches))) == hit
 
 

@@ -194,7 +194,7 @@ def case_of(name: str) -> Case:
 
 
 def run(case: Case, model: nn.Module | None = None, **changes: Any) -> Any:
-    """The used part of the output of the case's model, or of another one, for the example with changes."""
+    """The used part of the output of a model, by default the case's, for the example with changes."""
     out = (case.model if model is None else model)(*case.args, **{**case.kwargs, **changes})
     return out if isinstance(out, Tensor) else case.outputs(out)
 

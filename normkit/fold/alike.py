@@ -33,18 +33,18 @@ def join(lines: Sequence[Line]) -> list[Line]:
     for group in groups.values():
         blocks = {at: _marked(lines[at][0])[1] for at in group}
         counts = [len({*column}) for column in zip(*blocks.values(), strict=True)]
-        place = counts.index(max(counts, default=0)) if counts else 0  # the only number that varies in a line
+        place = max(range(len(counts)), key=counts.__getitem__, default=0)  # the only number that varies in a line
         parts: dict[Line, list[int]] = defaultdict(list)
         for at, block in blocks.items():
             parts[tuple(str(number) for k, number in enumerate(block) if k != place)].append(at)
         for part in parts.values():
-            one = _joined([lines[at] for at in part], place) if len(part) >= LEAST else None
+            one = _joined([lines[at] for at in part], place) if counts and len(part) >= LEAST else None
             found |= {at: lines[at] for at in part} if one is None else {part[0]: one}
     return [found[at] for at in sorted(found)]
 
 
 def _joined(lines: Sequence[Line], place: int) -> Line | None:
-    """Return one line for lines whose names differ in one number; None if the numbers of their texts do not follow."""
+    """Return one line for lines whose names differ in one number; None if their texts do not fit."""
     pattern, _, places = _marked(lines[0][-1])
     own = [_marked(line[0])[1][place] for line in lines]
     texts = [_marked(line[-1])[1] for line in lines]
@@ -64,7 +64,10 @@ def _joined(lines: Sequence[Line], place: int) -> Line | None:
 
 
 def _marked(text: str) -> tuple[str, list[int], list[int]]:
-    """Return a text with marks in place of blocks' numbers, the numbers, and the place of each in its name.
+    """Replace the numbers of blocks in a text by marks.
+
+    Returns:
+        The text, the numbers, and the place of each among the numbers of its name.
 
     >>> text, numbers, places = _marked("h.3.mlp.1 and h.4.attn, 2 more")
     >>> text.replace(MARK, "#"), numbers, places

@@ -11,7 +11,7 @@ from normkit.fold.alike import join
 GONE = ("folded", "folded back")
 UNREPLACED = ("kept", "gain changed")  # the module stays
 WIDTH = 118  # characters of a line
-LONG = re.compile(r"(?<![\w.])\d+\.\d{7,}(?:e[-+]\d+)?")
+LONG = re.compile(r"(?<![\w.])\d+\.\d{7,}(?:e[-+]\d+)?")  # a number of many digits
 UNEVEN = 1e4  # factor of a weight above which float16 and 8-bit integers suffer
 
 

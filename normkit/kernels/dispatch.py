@@ -27,16 +27,18 @@ PROXY = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]  # of
 
 
 @dataclass(slots=True, eq=False)
-class Scope:
+class KernelsBlock:
     """One `with kernels(...)` block: choice, the block around it, and counts."""
 
     choice: str
-    outer: "Scope | None"
+    outer: "KernelsBlock | None"
     ran: collections.Counter[str] = field(default_factory=collections.Counter)
 
 
-_block: ContextVar[Scope | None] = ContextVar("normkit_kernels", default=None)
-_entered: list[Scope] = []  # of all threads: those of autograd on a GPU, which recompute checkpoints, see no ContextVar
+_block: ContextVar[KernelsBlock | None] = ContextVar("normkit_kernels", default=None)
+_entered: list[
+    KernelsBlock
+] = []  # of all threads: those of autograd on a GPU, which recompute checkpoints, see no ContextVar
 
 
 @contextlib.contextmanager
@@ -77,7 +79,7 @@ def kernels(choice: str) -> Iterator[collections.Counter[str]]:
         raise ValueError(f"kernels must be one of {', '.join(CHOICES)}; got {choice!r}")
     if choice == "native" and (why := build.obstacle()):
         raise RuntimeError(f'kernels("native") cannot run: {why}; use kernels("auto")')
-    block = Scope(choice, _block.get())
+    block = KernelsBlock(choice, _block.get())
     token = _block.set(block)
     _entered.append(block)
     try:
@@ -96,7 +98,7 @@ def current_choice() -> str:
     return ENVIRONMENT
 
 
-def _innermost() -> Scope | None:
+def _innermost() -> KernelsBlock | None:
     block = _block.get()
     if block is None and _entered and isinstance(threading.current_thread(), threading._DummyThread):
         return _entered[-1]

@@ -60,7 +60,7 @@ def true_limits(
 
 
 def _beyond(model: TensorModel, path: Path, axes: Axes, axis: int, tolerance: float, sizes: list[int]) -> str:
-    """Compare a file with its model at some sizes: "" if they agree, "differs", or "fails" if the model does."""
+    """Compare a file with its model at some sizes: return "", "differs", or "fails" if the model does."""
     opened = [axis in axes.get(name, ()) for name in model.names]
     result = ""
     for size in sizes:

@@ -22,7 +22,7 @@ FITTED = 8  # batches that norms outside of blocks are fitted to
 CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")  # arguments of a block that a call changes
 
 
-class BlockCall(NamedTuple):
+class BlockRow(NamedTuple):
     """A batch where it enters a block.
 
     Attributes:
@@ -117,11 +117,11 @@ def train_blocks(
         weights = _read_weights(original, names, number, theirs[0].shape[-1]).to(theirs[0])
         rows = []
         for (_, calls), x, y in zip(entries, theirs, mine, strict=True):
-            row = BlockCall(x, y, *calls[number], x)
+            row = BlockRow(x, y, *calls[number], x)
             with torch.no_grad():
                 rows.append(row._replace(wanted=row.through(teacher, x)))
 
-        def loss(block: nn.Module, row: BlockCall, weights: Tensor = weights) -> Tensor:
+        def loss(block: nn.Module, row: BlockRow, weights: Tensor = weights) -> Tensor:
             error = weights * (row.through(block, row.mine) - row.wanted).square()
             return (error.sum(-1) / (weights * row.wanted.square()).sum(-1)).log1p().mean()
 
@@ -143,10 +143,10 @@ def train_blocks(
         fit_like(model, outside, original, batches[:FITTED], forward, None)
 
 
-def _fit(block: nn.Module, teacher: nn.Module, rows: Sequence[BlockCall]) -> None:
+def _fit(block: nn.Module, teacher: nn.Module, rows: Sequence[BlockRow]) -> None:
     """Fit the norms of a block to those of the original's, each on its own stream."""
 
-    def forward(which: nn.Module, row: BlockCall) -> Tensor:  # it gets copies of both
+    def forward(which: nn.Module, row: BlockRow) -> Tensor:  # it gets copies of both
         new = any(isinstance(module, StatNorm) for module in which.modules())
         return row.through(which, row.mine if new else row.theirs)
 
@@ -186,7 +186,7 @@ def _read_weights(model: nn.Module, names: Sequence[str], number: int, dim: int)
     return torch.stack(squares).mean(0) if squares else torch.ones(dim)
 
 
-def _shuffled(rows: Sequence[BlockCall], seed: int) -> Iterator[BlockCall]:
+def _shuffled(rows: Sequence[BlockRow], seed: int) -> Iterator[BlockRow]:
     chance = random.Random(seed)
     while True:
         yield from chance.sample(rows, len(rows))

@@ -11,19 +11,17 @@ import torch
 from corpus_files import write_pairs
 from forked import Program
 from normkit_papers.data.corpora import CORPORA
-from normkit_papers.data.embedded import SOURCES, reader
+from normkit_papers.data.embedded import SOURCES
 from normkit_papers.data.images import IMAGE_SETS
 from normkit_papers.data.scenes import SCENE_SETS
-from normkit_papers.inference import translate_lines
 from normkit_papers.models.config import Model
 from normkit_papers.recipes import RECIPES
 from normkit_papers.tasks import TASKS
 from normkit_papers.train.build import build_model, example_input
 from normkit_papers.train.config import DigitsRun, G2PRun
 from normkit_papers.train.fold_run import audit_run, fold_run
-from normkit_papers.train.folder import Loaded, checkpoints, load, locked, save
+from normkit_papers.train.folder import checkpoints, load, locked, save
 from normkit_papers.train.run import train
-from normkit_papers.train.source import open_task
 from normkit_papers.train.translation import Translation
 from normkit_papers.train.weights import load_weights, model_state, read_checkpoint, save_weights
 from test_resume import checkpoint_path
@@ -246,6 +244,7 @@ DIGITS = DigitsRun(
     name="folder", data="digits", model=Model(width=8, hidden=8, depth=1, heads=1), steps=6, batch_tokens=16,
     checkpoint_every=3, record_every=0, threads=1,
 )  # fmt: skip
+WORDS = dataclasses.replace(SMALL, steps=2, valid_items=4, test_items=4)
 
 
 def test_only_one_process_writes_a_folder(tmp_path):
@@ -265,36 +264,14 @@ def test_only_one_process_writes_a_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# -- sequence pairs of your own --------------------------------------------------------------------------------------
+# -- attention on a GPU ----------------------------------------------------------------------------------------------
 
 
-def test_a_model_of_plain_files_translates_their_lines(tmp_path):
-    data = write_pairs(tmp_path, train_source="HH AH\nAH L\n", valid_source="AH\n", test_source="HH L\nAH\nAH L\n")
-    run = G2PRun(name="x", data=str(data), model=Model(width=8, hidden=8, depth=1, heads=2), steps=1,
-              record_every=0, threads=1)  # fmt: skip
-    train(run, tmp_path / "run")
-    assert len(list(translate_lines(tmp_path / "run", ["HH AH L"]))) == 1
-    with pytest.raises(ValueError, match=r"^line 1: 'h' "):
-        list(translate_lines(tmp_path / "run", ["HH X"]))
-
-
-@pytest.mark.parametrize("split", ["train", "valid", "test"])
-def test_sequences_longer_than_the_model_raise_before_training(split, tmp_path):
-    data = write_pairs(tmp_path)
-    count = len((data / f"{split}.source").read_text().splitlines())
-    (data / f"{split}.source").write_text(("a " * 8 + "\n") * count)
-    model = Model(width=8, hidden=8, depth=1, heads=2, max_length=8)
-    run = G2PRun(name="x", data=str(data), model=model, steps=1, record_every=0, threads=1)
-    with pytest.raises(ValueError, match=rf"the {split} split .*max_length=8"):
-        train(run, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_trained_model_is_not_scored_on_data_with_other_words(tmp_path):
-    model = Model(width=16, hidden=16, depth=1, heads=2, norm="un")
-    run = G2PRun(name="toy", data=str(write_pairs(tmp_path)), model=model, steps=1)
-    words = reader(run.data)().vocabularies
-    loaded = Loaded(run, build_model(run.task, run.model, words), words)
-    (tmp_path / "train.source").write_text((tmp_path / "train.source").read_text().replace("a", "z"))
-    with pytest.raises(ValueError, match="source words"):
-        open_task(loaded)
+@pytest.mark.parametrize(("run", "allowed"), [(WORDS, False), (DIGITS, True)])
+def test_batches_of_many_shapes_do_without_the_attention_that_plans_for_each(run, allowed, tmp_path):
+    seen = {}
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    train(run, tmp_path, on_progress=lambda p: seen.update({p.stage: torch.backends.cuda.cudnn_sdp_enabled()}))
+    assert before is torch.backends.cuda.cudnn_sdp_enabled() is True
+    assert seen["training"] == allowed
+    assert seen.get("scoring", allowed) == allowed
