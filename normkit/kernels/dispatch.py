@@ -36,9 +36,8 @@ class KernelsBlock:
 
 
 _block: ContextVar[KernelsBlock | None] = ContextVar("normkit_kernels", default=None)
-_entered: list[
-    KernelsBlock
-] = []  # of all threads: those of autograd on a GPU, which recompute checkpoints, see no ContextVar
+# of all threads: those of autograd on a GPU, which recompute checkpoints, see no ContextVar
+_entered: list[KernelsBlock] = []
 
 
 @contextlib.contextmanager
